@@ -1,0 +1,83 @@
+"""Calibration: measured seconds of tasks and collectives on one kind of device, each with its origin."""
+
+from dataclasses import dataclass
+
+from simulator.specs.checks import require, require_at_least, require_positive
+from simulator.specs.program import Phase, TaskKind
+from simulator.specs.units import Dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeSample:
+    """Measured seconds of one compute task.
+
+    Attributes:
+        shape: counts as `SHAPE_FIELDS` says.
+        busy_devices: devices of the host that ran the same task meanwhile; cores share caches and memory.
+        seconds: median on the device.
+        low_seconds, high_seconds: first and last decile.
+        host_seconds: for which the host thread is busy issuing it; 0 on CPUs, which run it at once.
+        origin: where the number comes from, such as "microbenchmark" or "trace measured.json".
+    """
+
+    kind: TaskKind
+    phase: Phase
+    dtype: Dtype
+    shape: tuple[int, ...]
+    busy_devices: int
+    seconds: float
+    low_seconds: float
+    high_seconds: float
+    host_seconds: float
+    origin: str
+
+    def __post_init__(self) -> None:
+        require_positive(seconds=self.seconds, low_seconds=self.low_seconds, high_seconds=self.high_seconds)
+        require_positive(busy_devices=self.busy_devices)
+        require_at_least(0, host_seconds=self.host_seconds)
+        require(not self.kind.is_collective, "kind", "must be a compute task", self.kind.value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveSample:
+    """Measured seconds of one collective, from the arrival of its last rank.
+
+    Attributes:
+        num_ranks: ranks of the group, all on one host.
+        num_bytes: that each rank gives to the call, the mean over ranks for an all-to-all.
+    """
+
+    kind: TaskKind
+    num_ranks: int
+    num_bytes: int
+    seconds: float
+    low_seconds: float
+    high_seconds: float
+    host_seconds: float
+    origin: str
+
+    def __post_init__(self) -> None:
+        require_positive(seconds=self.seconds, low_seconds=self.low_seconds, high_seconds=self.high_seconds)
+        require_at_least(2, num_ranks=self.num_ranks)
+        require_at_least(0, num_bytes=self.num_bytes, host_seconds=self.host_seconds)
+        require(self.kind.is_collective, "kind", "must be a collective", self.kind.value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """Costs of one kind of device with one set of software.
+
+    Attributes:
+        device_name: must equal the cluster's.
+        environment: what must be the same for the numbers to hold: versions, backend, threads; and the date.
+        step_overhead_seconds: of a step's host work outside every task, and its spread is not modelled.
+    """
+
+    device_name: str
+    environment: tuple[tuple[str, str], ...]
+    computes: tuple[ComputeSample, ...]
+    collectives: tuple[CollectiveSample, ...]
+    step_overhead_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_at_least(0, step_overhead_seconds=self.step_overhead_seconds)

@@ -1,0 +1,200 @@
+"""Plan: how one model is trained on one graph by many ranks."""
+
+import random
+from dataclasses import dataclass
+from enum import StrEnum
+
+from simulator.specs.checks import require, require_at_least, require_length, require_positive
+from simulator.specs.units import MIB, Dtype
+
+
+class Exchange(StrEnum):
+    """How a layer gets the keys and values of nodes that other ranks of its graph group own."""
+
+    NONE = "none"  # the group is one rank
+    HALO = "halo"  # only rows that a rank needs travel, by an all-to-all with uneven splits
+    ALL_GATHER = "all_gather"  # every rank gets every row
+
+
+class Recompute(StrEnum):
+    """What of a layer is computed again in the backward pass instead of kept."""
+
+    NONE = "none"
+    LAYER = "layer"  # only the layer's input is kept
+
+
+class PartitionMethod(StrEnum):
+    """Who cut the graph."""
+
+    SINGLE = "single"  # one part
+    METIS = "metis"
+    STRIPES = "stripes"  # runs of nodes with equal numbers of edges, where METIS cannot serve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartSpec:
+    """One part of the graph in numbers.
+
+    Attributes:
+        num_nodes: nodes that the part owns.
+        num_train_nodes: of them, those whose label the loss uses.
+        num_feature_entries: stored entries of their sparse features; 0 when features are dense.
+        edges_from: edges into this part's nodes, by the part that owns the source.
+        halo_rows_from: distinct sources of those edges, by the part that owns them; 0 for the part itself.
+    """
+
+    num_nodes: int
+    num_train_nodes: int
+    num_feature_entries: int
+    edges_from: tuple[int, ...]
+    halo_rows_from: tuple[int, ...]
+
+    @property
+    def num_edges(self) -> int:
+        """Edges into this part's nodes."""
+        return sum(self.edges_from)
+
+    @property
+    def num_halo_rows(self) -> int:
+        """Distinct nodes of other parts that this part's nodes attend to."""
+        return sum(self.halo_rows_from)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionSpec:
+    """A cut of the graph; the node-to-part array itself lies in a file.
+
+    Attributes:
+        method, seed: how it was made.
+        path: the partition file, relative to the plan's folder; empty when there is one part.
+        sha256: hash of the node-to-part array.
+        parts: the parts in numbers.
+    """
+
+    method: PartitionMethod
+    seed: int
+    path: str
+    sha256: str
+    parts: tuple[PartSpec, ...]
+
+    def __post_init__(self) -> None:
+        require_positive(num_parts=len(self.parts))
+        for part in self.parts:
+            require_length(len(self.parts), edges_from=part.edges_from, halo_rows_from=part.halo_rows_from)
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of the cut."""
+        return len(self.parts)
+
+    @property
+    def num_cut_edges(self) -> int:
+        """Edges whose ends lie in different parts."""
+        return sum(part.num_edges - part.edges_from[index] for index, part in enumerate(self.parts))
+
+    @property
+    def halo_ratio(self) -> float:
+        """Copies of remote nodes over owned nodes, all parts together (may exceed one)."""
+        return sum(part.num_halo_rows for part in self.parts) / sum(part.num_nodes for part in self.parts)
+
+    @property
+    def edge_imbalance(self) -> float:
+        """Edges of the largest part over the mean; one is perfect."""
+        edges = [part.num_edges for part in self.parts]
+        return max(edges) * len(edges) / max(sum(edges), 1)
+
+    @property
+    def node_imbalance(self) -> float:
+        """Owned nodes of the largest part over the mean; one is perfect."""
+        nodes = [part.num_nodes for part in self.parts]
+        return max(nodes) * len(nodes) / sum(nodes)
+
+    @property
+    def row_imbalance(self) -> float:
+        """Owned plus halo rows of the largest part over the mean: the balance of memory."""
+        rows = [part.num_nodes + part.num_halo_rows for part in self.parts]
+        return max(rows) * len(rows) / sum(rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The choices that a search makes; rank `d * graph_parallel_degree + g` is rank g of replica d.
+
+    A step trains on `data_parallel_degree` batches of `parts_per_batch` parts. A batch with all parts is
+    the full graph. Edges between the parts of a batch are kept, edges that leave it are not. The ranks of
+    a graph group share a batch, one part each.
+
+    Attributes:
+        data_parallel_degree: replicas, each with a batch of its own.
+        graph_parallel_degree: ranks that share a batch.
+        partition: the cut of the graph.
+        parts_per_batch: parts that a replica trains on in one step.
+        exchange: of each layer.
+        recompute: of each layer.
+        precision: of activations; parameters, softmax and loss are fp32.
+        gradient_bucket_bytes: gradients are reduced in buckets of about this size.
+    """
+
+    data_parallel_degree: int
+    graph_parallel_degree: int
+    partition: PartitionSpec
+    parts_per_batch: int
+    exchange: tuple[Exchange, ...]
+    recompute: tuple[Recompute, ...]
+    precision: Dtype
+    gradient_bucket_bytes: int = 25 * MIB
+
+    def __post_init__(self) -> None:
+        require_positive(data_parallel_degree=self.data_parallel_degree)
+        require_positive(graph_parallel_degree=self.graph_parallel_degree)
+        require_at_least(4, gradient_bucket_bytes=self.gradient_bucket_bytes)
+        rule = f"must be within 1 and num_parts = {self.partition.num_parts}"
+        require(
+            1 <= self.parts_per_batch <= self.partition.num_parts,
+            "parts_per_batch",
+            rule,
+            self.parts_per_batch,
+        )
+        require_length(len(self.exchange), recompute=self.recompute)
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes, one device each."""
+        return self.data_parallel_degree * self.graph_parallel_degree
+
+    @property
+    def is_full_graph(self) -> bool:
+        """Whether each step trains on the whole graph."""
+        return self.parts_per_batch == self.partition.num_parts
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps after which every part was trained on once."""
+        parts_per_step = self.parts_per_batch * self.data_parallel_degree
+        return -(-self.partition.num_parts // parts_per_step)
+
+    def graph_group(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that share a batch with `rank`."""
+        first = rank - rank % self.graph_parallel_degree
+        return tuple(range(first, first + self.graph_parallel_degree))
+
+
+def batch_parts(plan: Plan, *, step: int, seed: int) -> tuple[tuple[int, ...], ...]:
+    """Return the parts that each replica trains on in a step; some may be empty at the end of an epoch.
+
+    The order of parts is drawn anew for each epoch from `seed`. Simulator and executor both ask here.
+    """
+    if plan.is_full_graph:
+        return (tuple(range(plan.partition.num_parts)),) * plan.data_parallel_degree
+    epoch, step_of_epoch = divmod(step, plan.steps_per_epoch)
+    order = _shuffled(plan.partition.num_parts, seed=seed, epoch=epoch)
+    first = step_of_epoch * plan.parts_per_batch * plan.data_parallel_degree
+    starts = [first + replica * plan.parts_per_batch for replica in range(plan.data_parallel_degree)]
+    return tuple(tuple(order[start : start + plan.parts_per_batch]) for start in starts)
+
+
+def _shuffled(count: int, *, seed: int, epoch: int) -> list[int]:
+    """Return 0 to count - 1 in an order that depends on seed and epoch alone."""
+    order = list(range(count))
+    random.Random(f"{seed}/{epoch}").shuffle(order)
+    return order

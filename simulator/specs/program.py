@@ -1,0 +1,130 @@
+"""Task, Program: what every rank does in one step, in the order in which its host thread issues it.
+
+The simulator prices these tasks and the executor runs them under the same names: `lower` in
+`simulator/workload.py` writes the program, `executor/model.py` and `executor/train.py` follow it, and the
+conformance tests hold the two together.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from simulator.specs.units import Dtype
+
+
+class TaskKind(StrEnum):
+    """What a task computes or moves; `SHAPE_FIELDS` says what its shape counts."""
+
+    LINEAR = "linear"
+    SPARSE_LINEAR = "sparse_linear"
+    LAYER_NORM = "layer_norm"
+    GELU = "gelu"
+    DROPOUT = "dropout"
+    RESIDUAL = "residual"
+    HALO_PACK = "halo_pack"
+    HALO_UNPACK = "halo_unpack"
+    PAD_ROWS = "pad_rows"
+    EDGE_BIAS = "edge_bias"
+    ATTENTION = "attention"
+    LOSS = "loss"
+    CLIP = "clip"
+    OPTIMIZER = "optimizer"
+    ALL_TO_ALL = "all_to_all"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_REDUCE = "all_reduce"
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether ranks take part together."""
+        return self in COLLECTIVES
+
+
+COLLECTIVES = frozenset({TaskKind.ALL_TO_ALL, TaskKind.ALL_GATHER, TaskKind.REDUCE_SCATTER, TaskKind.ALL_REDUCE})
+
+SHAPE_FIELDS: dict[TaskKind, tuple[str, ...]] = {
+    TaskKind.LINEAR: ("rows", "columns_in", "columns_out"),
+    TaskKind.SPARSE_LINEAR: ("rows", "entries", "columns_in", "columns_out"),
+    TaskKind.LAYER_NORM: ("rows", "columns"),
+    TaskKind.GELU: ("rows", "columns"),
+    TaskKind.DROPOUT: ("rows", "columns"),
+    TaskKind.RESIDUAL: ("rows", "columns"),
+    TaskKind.HALO_PACK: ("rows", "rows_sent", "columns"),
+    TaskKind.HALO_UNPACK: ("rows", "rows_received", "columns"),
+    TaskKind.PAD_ROWS: ("rows", "rows_padded", "columns"),
+    TaskKind.EDGE_BIAS: ("edges", "heads"),
+    TaskKind.ATTENTION: ("targets", "sources", "edges", "heads", "head_size"),
+    TaskKind.LOSS: ("rows", "rows_labelled", "columns"),
+    TaskKind.CLIP: ("elements", "tensors"),
+    TaskKind.OPTIMIZER: ("elements", "tensors"),
+    # Bytes that this rank sends to each rank of the group, in the group's order.
+    TaskKind.ALL_TO_ALL: (),
+    # Bytes of this rank's input to the call.
+    TaskKind.ALL_GATHER: ("bytes",),
+    TaskKind.REDUCE_SCATTER: ("bytes",),
+    TaskKind.ALL_REDUCE: ("bytes",),
+}
+
+
+class Phase(StrEnum):
+    """Which part of a step a task belongs to; all but the forward pass add it to the task's name."""
+
+    FORWARD = "forward"
+    RECOMPUTE = "recompute"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+class Stream(StrEnum):
+    """Queue of a device in which tasks run one after another."""
+
+    COMPUTE = "compute"
+    COMMUNICATION = "communication"
+    HOST_TO_DEVICE = "host_to_device"
+    DEVICE_TO_HOST = "device_to_host"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One piece of work of one rank.
+
+    Attributes:
+        name: unique within a rank's step; the same on every rank of a collective's group.
+        shape: counts as `SHAPE_FIELDS` says.
+        dtype: of the numbers that it works on.
+        waits_for: indices of earlier tasks of this rank, on other streams, that must end first.
+        group: ranks of a collective, in order; empty otherwise.
+        blocks_host: the host thread waits until it has ended.
+    """
+
+    name: str
+    kind: TaskKind
+    phase: Phase
+    shape: tuple[int, ...]
+    dtype: Dtype
+    stream: Stream = Stream.COMPUTE
+    waits_for: tuple[int, ...] = ()
+    group: tuple[int, ...] = ()
+    blocks_host: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that this rank gives to a collective."""
+        assert self.kind.is_collective, self.kind
+        return sum(self.shape)
+
+
+def task_name(base: str, phase: Phase) -> str:
+    """Return the name of a task in a phase, such as "layer0.attention.backward"."""
+    return base if phase in (Phase.FORWARD, Phase.UPDATE) else f"{base}.{phase}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """The tasks of one step, a tuple for each rank."""
+
+    tasks: tuple[tuple[Task, ...], ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that take part."""
+        return len(self.tasks)

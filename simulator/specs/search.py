@@ -1,0 +1,44 @@
+"""SearchSpec: which plans a search may propose."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from simulator.specs.checks import require, require_positive
+from simulator.specs.plan import Exchange, Recompute
+from simulator.specs.units import Dtype
+
+
+class BatchKind(StrEnum):
+    """What a step trains on; the kinds differ in convergence, so a person may forbid one."""
+
+    FULL_GRAPH = "full_graph"
+    CLUSTERS = "clusters"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchSpec:
+    """Bounds of the search; bf16 and cluster batches change what is learned and must be asked for.
+
+    Attributes:
+        num_ranks: numbers of ranks to try; empty for every power of two up to the cluster, and the cluster.
+        batches, exchanges, recomputes, precisions: choices to try.
+        parts_per_replica: cluster batches cut the graph into this many parts for each replica.
+        seed: of the partitioner.
+    """
+
+    num_ranks: tuple[int, ...] = ()
+    batches: tuple[BatchKind, ...] = (BatchKind.FULL_GRAPH,)
+    exchanges: tuple[Exchange, ...] = (Exchange.HALO, Exchange.ALL_GATHER)
+    recomputes: tuple[Recompute, ...] = (Recompute.NONE, Recompute.LAYER)
+    precisions: tuple[Dtype, ...] = (Dtype.FLOAT32,)
+    parts_per_replica: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_positive(parts_per_replica=self.parts_per_replica)
+        for field in ("batches", "exchanges", "recomputes", "precisions"):
+            require(len(getattr(self, field)) > 0, field, "must name at least one choice", getattr(self, field))
+        for num_ranks in self.num_ranks:
+            require(num_ranks >= 1, "num_ranks", "must hold numbers >= 1", num_ranks)
+        rule = "must not hold none: a single rank has nothing to exchange, and several must"
+        require(Exchange.NONE not in self.exchanges, "exchanges", rule, "none")
