@@ -1,0 +1,1 @@
+"""The report: one page on a plan, its prediction and its measurement."""

@@ -121,9 +121,9 @@ H100 = DeviceSpec(
 # between two H200s, bus bandwidth (../shared/measured/h200x2/comm.csv). 13 us: all_reduce of 8 bytes on 8 H100s
 # (../shared/nccl_logs/h100_nvlink_allreduce_1n8g_dgxc.txt).
 NVLINK4 = LinkSpec(latency_seconds=13 * MICROSECOND, bandwidth_bytes_per_second=330 * GB)
-# InfiniBand NDR, a card for each GPU: 400 Gb/s by the data sheet. Sustained 49 GB/s a card: ring all_reduce of 16 H100s (bus
-# bandwidth over 8 cards, h100_ndr_allreduce_2n16g_RING_minctas24_qps2_nccltests309_siteC.txt in ../shared/nccl_logs); 25 us:
-# all_reduce of 8 bytes there (siteA).
+# InfiniBand NDR, a card for each GPU: 400 Gb/s by the data sheet. Sustained 49 GB/s a card: ring all_reduce of 16
+# H100s (bus bandwidth over 8 cards, h100_ndr_allreduce_2n16g_RING_minctas24_qps2_nccltests309_siteC.txt in
+# ../shared/nccl_logs); 25 us: all_reduce of 8 bytes there (siteA).
 INFINIBAND_NDR = LinkSpec(latency_seconds=25 * MICROSECOND, bandwidth_bytes_per_second=49 * GB)
 
 BUILT_IN_CLUSTERS = {

@@ -46,7 +46,7 @@ class ModelSpec:
         require_ratio(dropout_ratio=self.dropout_ratio)
         require_at_least(0, laplacian_encodings=self.laplacian_encodings)
         require_at_least(0, random_walk_encodings=self.random_walk_encodings)
-        divisors = [heads for heads in range(1, self.width + 1) if self.width % heads == 0]
+        divisors = [heads for heads in range(1, min(self.width, 256) + 1) if self.width % heads == 0]
         rule = f"must divide width = {self.width} (one of {', '.join(map(str, divisors))})"
         require(self.width % self.num_heads == 0, "num_heads", rule, self.num_heads)
 

@@ -12,16 +12,17 @@ from simulator.specs.units import Dtype
 
 
 class TaskKind(StrEnum):
-    """What a task computes or moves; `SHAPE_FIELDS` says what its shape counts."""
+    """What a task computes or moves; `SHAPE_FIELDS` says what its shape counts, `executor/operations.py` does it."""
 
     LINEAR = "linear"
+    INPUT_LINEAR = "input_linear"
     SPARSE_LINEAR = "sparse_linear"
+    PROJECTION = "projection"
     LAYER_NORM = "layer_norm"
     GELU = "gelu"
     DROPOUT = "dropout"
     RESIDUAL = "residual"
     HALO_PACK = "halo_pack"
-    HALO_UNPACK = "halo_unpack"
     PAD_ROWS = "pad_rows"
     EDGE_BIAS = "edge_bias"
     ATTENTION = "attention"
@@ -43,13 +44,18 @@ COLLECTIVES = frozenset({TaskKind.ALL_TO_ALL, TaskKind.ALL_GATHER, TaskKind.REDU
 
 SHAPE_FIELDS: dict[TaskKind, tuple[str, ...]] = {
     TaskKind.LINEAR: ("rows", "columns_in", "columns_out"),
+    # A linear map of input features, which need no gradient.
+    TaskKind.INPUT_LINEAR: ("rows", "columns_in", "columns_out"),
     TaskKind.SPARSE_LINEAR: ("rows", "entries", "columns_in", "columns_out"),
+    # A linear map whose result is split into queries and keys with values.
+    TaskKind.PROJECTION: ("rows", "columns_in", "columns_out"),
     TaskKind.LAYER_NORM: ("rows", "columns"),
     TaskKind.GELU: ("rows", "columns"),
     TaskKind.DROPOUT: ("rows", "columns"),
     TaskKind.RESIDUAL: ("rows", "columns"),
+    # Own rows to the front of the exchange buffer, rows that others need to a message; backward, the sum of both.
     TaskKind.HALO_PACK: ("rows", "rows_sent", "columns"),
-    TaskKind.HALO_UNPACK: ("rows", "rows_received", "columns"),
+    # Own rows to a buffer of as many rows as the largest part has; backward, the way back.
     TaskKind.PAD_ROWS: ("rows", "rows_padded", "columns"),
     TaskKind.EDGE_BIAS: ("edges", "heads"),
     TaskKind.ATTENTION: ("targets", "sources", "edges", "heads", "head_size"),

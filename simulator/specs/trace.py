@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from simulator.specs.program import Phase, Stream, TaskKind
+from simulator.specs.units import Dtype
 
 
 class TraceOrigin(StrEnum):
@@ -24,7 +25,7 @@ class Span:
         duration_seconds: from start to end, waiting included.
         waiting_seconds: of it, a collective's wait for its last rank.
         host_seconds: time for which the host thread was busy issuing it.
-        shape: as in `Task`.
+        shape, dtype, group: as in `Task`.
     """
 
     rank: int
@@ -38,6 +39,8 @@ class Span:
     duration_seconds: float
     waiting_seconds: float = 0.0
     host_seconds: float = 0.0
+    dtype: Dtype = Dtype.FLOAT32
+    group: tuple[int, ...] = ()
 
     @property
     def end_seconds(self) -> float:

@@ -1,5 +1,6 @@
 """Units: constants, number formats of tensors, and text such as "450 GB/s" to base units and back."""
 
+import math
 import re
 from enum import StrEnum
 
@@ -48,16 +49,16 @@ _UNITS: dict[Dimension, dict[str, float]] = {
     Dimension.BYTES_PER_SECOND: {f"{unit}/s": float(size) for unit, size in _BYTES.items()}
     | {"kb/s": KILO / 8, "Mb/s": MEGA / 8, "Gb/s": GIGA / 8, "Tb/s": TERA / 8},
     Dimension.SECONDS: {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0},
-    Dimension.FLOPS_PER_SECOND: {"MFLOP/s": 1e6, "GFLOP/s": 1e9, "TFLOP/s": 1e12, "PFLOP/s": 1e15},
+    Dimension.FLOPS_PER_SECOND: {"FLOP/s": 1.0, "MFLOP/s": 1e6, "GFLOP/s": 1e9, "TFLOP/s": 1e12, "PFLOP/s": 1e15},
 }
 # What `format_quantity` prints: the units that people read most easily, largest first.
 _PRINTED_UNITS = {
     Dimension.BYTES: ("TiB", "GiB", "MiB", "KiB", "B"),
     Dimension.BYTES_PER_SECOND: ("TB/s", "GB/s", "MB/s", "kB/s", "B/s"),
     Dimension.SECONDS: ("s", "ms", "us", "ns"),
-    Dimension.FLOPS_PER_SECOND: ("PFLOP/s", "TFLOP/s", "GFLOP/s", "MFLOP/s"),
+    Dimension.FLOPS_PER_SECOND: ("PFLOP/s", "TFLOP/s", "GFLOP/s", "MFLOP/s", "FLOP/s"),
 }
-_QUANTITY = re.compile(r"\s*([-+]?[0-9][0-9_]*(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z/]+)\s*")
+_QUANTITY = re.compile(r"\s*([-+]?[0-9]+(?:_[0-9]+)*(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z/]+)\s*")
 
 
 def dimension_of(field_name: str) -> Dimension | None:
@@ -76,7 +77,10 @@ def parse_quantity(text: str, dimension: Dimension) -> float:
     match = _QUANTITY.fullmatch(text)
     if match is None or match[2] not in units:
         raise SpecError(f'must be a number and one of {", ".join(units)}, as in "2 {next(iter(units))}", got "{text}"')
-    return float(match[1]) * units[match[2]]
+    value = float(match[1]) * units[match[2]]
+    if not math.isfinite(value):
+        raise SpecError(f'must be a finite number, got "{text}"')
+    return value
 
 
 def format_quantity(value: float, dimension: Dimension) -> str:
@@ -88,8 +92,8 @@ def format_quantity(value: float, dimension: Dimension) -> str:
 
 
 def exact_quantity(value: float, dimension: Dimension) -> str:
-    """Return a text that `parse_quantity` turns into exactly `value`, with the roundest unit that allows it."""
+    """Return a text that `parse_quantity` turns into exactly `float(value)`, as short as a unit allows."""
     units = _UNITS[dimension]
-    candidates = [f"{value / units[unit]:.17g} {unit}" for unit in _PRINTED_UNITS[dimension]]
-    exact = [text for text in candidates if parse_quantity(text, dimension) == value]
-    return min(exact, key=len) if exact else f"{value!r} {_PRINTED_UNITS[dimension][-1]}"
+    candidates = [f"{repr(value / units[unit]).removesuffix('.0')} {unit}" for unit in _PRINTED_UNITS[dimension]]
+    # Never empty: with the unit of one, the digits are the value's own.
+    return min((text for text in candidates if parse_quantity(text, dimension) == float(value)), key=len)

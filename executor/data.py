@@ -1,0 +1,238 @@
+"""This rank's part of the graph, with its halo, as tensors; encodings; PyG graphs to a store."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import scipy.sparse
+import torch
+from torch import Tensor
+
+from executor.attention.edges import EdgeGraph
+from executor.exchange import ExchangeLayout
+from executor.operations import SparseFeatures
+from simulator.readers.graphs import Graph
+from simulator.specs.model import NUM_DEGREE_BUCKETS
+from simulator.specs.plan import Exchange
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankData:
+    """What one rank trains or evaluates on: its rows of a batch and the edges into them.
+
+    Attributes:
+        node_N: global ids of the own rows, int64.
+        dense_NF: dense features and encodings in the precision of the run; None without any.
+        sparse: sparse features, fp32; None when features are dense.
+        edges: the edges as each exchange of the plan numbers the sources.
+        degree_bucket_E: bucket of each edge's source by its degree in the whole graph; None where no bias needs it.
+        layout: what is sent and received.
+        label_N: classes, -1 without a label.
+        train_row_T, train_label_T: own rows that the loss uses, and their labels.
+        num_train_rows_of_step: rows that the loss uses on all ranks of the step.
+        mask_rows: own labelled rows by split, "train", "val" and "test".
+    """
+
+    dtype: torch.dtype
+    node_N: Tensor
+    dense_NF: Tensor | None
+    sparse: SparseFeatures | None
+    edges: Mapping[Exchange, EdgeGraph]
+    degree_bucket_E: Tensor | None
+    layout: ExchangeLayout
+    label_N: Tensor
+    train_row_T: Tensor
+    train_label_T: Tensor
+    num_train_rows_of_step: int
+    mask_rows: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalEdges:
+    """One rank's rows of a batch in NumPy: global ids, edges, halo and messages.
+
+    Attributes:
+        node_N: global ids of the own rows, ascending.
+        indptr_N1, source_global_E: edges into the own rows from nodes of the batch.
+        owner_E: rank of the group that owns each edge's source.
+        halo_M: global ids of the halo, by owner, then ascending.
+        rows_from: halo rows by owner.
+        send_row_S: own rows that the others need, by receiver, then ascending.
+        rows_to: of them, by receiver.
+        max_rows: own rows of the largest rank.
+    """
+
+    node_N: np.ndarray
+    indptr_N1: np.ndarray
+    source_global_E: np.ndarray
+    owner_E: np.ndarray
+    halo_M: np.ndarray
+    rows_from: tuple[int, ...]
+    send_row_S: np.ndarray
+    rows_to: tuple[int, ...]
+    max_rows: int
+
+
+def local_edges(graph: Graph, owner_N: np.ndarray, *, graph_rank: int, num_ranks: int) -> LocalEdges:
+    """Return what one rank of a graph group holds of a batch.
+
+    Args:
+        owner_N: rank of the group that owns each node of the graph; -1 for nodes outside the batch.
+    """
+    rows_by_rank = [np.flatnonzero(owner_N == rank) for rank in range(num_ranks)]
+    node_N = rows_by_rank[graph_rank]
+    indptr_N1, source_E = _edges_into(graph, node_N, owner_N)
+    owner_E = owner_N[source_E]
+    halo = np.unique(source_E[owner_E != graph_rank])
+    halo_M = halo[np.argsort(owner_N[halo], kind="stable")]
+    send_rows = [
+        np.zeros(0, np.int64)
+        if rank == graph_rank
+        else _rows_needed_by(graph, rows_by_rank[rank], owner_N, node_N, graph_rank=graph_rank)
+        for rank in range(num_ranks)
+    ]
+    return LocalEdges(
+        node_N=node_N,
+        indptr_N1=indptr_N1,
+        source_global_E=source_E,
+        owner_E=owner_E,
+        halo_M=halo_M,
+        rows_from=tuple(np.bincount(owner_N[halo_M], minlength=num_ranks).tolist()),
+        send_row_S=np.concatenate(send_rows),
+        rows_to=tuple(len(rows) for rows in send_rows),
+        max_rows=max(len(rows) for rows in rows_by_rank),
+    )
+
+
+def _edges_into(graph: Graph, node_N: np.ndarray, owner_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return row pointers and sources of the edges into some nodes from nodes of the batch."""
+    starts_N, counts_N = graph.indptr_N[node_N], np.diff(graph.indptr_N)[node_N]
+    offsets_N = np.concatenate([[0], np.cumsum(counts_N)])
+    position_E = np.arange(offsets_N[-1]) + np.repeat(starts_N - offsets_N[:-1], counts_N)
+    source_E = graph.source_E[position_E].astype(np.int64)
+    keep_E = owner_N[source_E] >= 0
+    kept_before = np.concatenate([[0], np.cumsum(keep_E)])
+    return kept_before[offsets_N], source_E[keep_E]
+
+
+def _rows_needed_by(
+    graph: Graph, other_N: np.ndarray, owner_N: np.ndarray, node_N: np.ndarray, *, graph_rank: int
+) -> np.ndarray:
+    """Return the own rows that another rank's nodes attend to, ascending."""
+    _, source_E = _edges_into(graph, other_N, owner_N)
+    needed = np.unique(source_E[owner_N[source_E] == graph_rank])
+    return np.searchsorted(node_N, needed)
+
+
+def build_rank_data(
+    graph: Graph,
+    encodings: np.ndarray | None,
+    owner_N: np.ndarray,
+    *,
+    graph_rank: int,
+    exchanges: frozenset[Exchange],
+    degree_buckets: bool,
+    group: torch.distributed.ProcessGroup | None,
+    num_ranks: int,
+    num_train_rows_of_step: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> RankData:
+    """Return one rank's tensors of a batch on its device.
+
+    Args:
+        encodings: positional encodings of all nodes, [N, columns], or None.
+        owner_N: rank of the graph group that owns each node; -1 outside the batch.
+        degree_buckets: whether the model biases scores by degree.
+        num_train_rows_of_step: labelled training rows on all ranks, replicas included.
+    """
+    local = local_edges(graph, owner_N, graph_rank=graph_rank, num_ranks=num_ranks)
+    train_row_T = np.flatnonzero(graph.train_mask_N[local.node_N])
+    labels_N = np.asarray(graph.labels_N[local.node_N])
+    masks = {"train": graph.train_mask_N, "val": graph.val_mask_N, "test": graph.test_mask_N}
+    return RankData(
+        dtype=dtype,
+        node_N=_tensor(local.node_N, device),
+        dense_NF=_dense_input(graph, encodings, local.node_N, dtype, device),
+        sparse=_sparse_input(graph, local.node_N, device),
+        edges={exchange: _edge_graph(local, owner_N, exchange, num_ranks, device) for exchange in exchanges},
+        degree_bucket_E=_tensor(_degree_buckets(graph)[local.source_global_E], device) if degree_buckets else None,
+        layout=ExchangeLayout(
+            send_row_S=_tensor(local.send_row_S, device),
+            rows_to=local.rows_to,
+            rows_from=local.rows_from,
+            max_rows=local.max_rows,
+            group=group,
+        ),
+        label_N=_tensor(labels_N, device),
+        train_row_T=_tensor(train_row_T, device),
+        train_label_T=_tensor(labels_N[train_row_T], device),
+        num_train_rows_of_step=num_train_rows_of_step,
+        mask_rows={name: _tensor(np.flatnonzero(mask[local.node_N]), device) for name, mask in masks.items()},
+    )
+
+
+def _edge_graph(
+    local: LocalEdges, owner_N: np.ndarray, exchange: Exchange, num_ranks: int, device: torch.device
+) -> EdgeGraph:
+    """Return the edges with sources numbered as an exchange lays the rows out."""
+    num_rows = len(local.node_N)
+    row_of_node = np.full(len(owner_N), -1, np.int64)
+    match exchange:
+        case Exchange.NONE | Exchange.HALO:
+            row_of_node[local.node_N] = np.arange(num_rows)
+            row_of_node[local.halo_M] = num_rows + np.arange(len(local.halo_M))
+            num_sources = num_rows + len(local.halo_M)
+        case Exchange.ALL_GATHER:
+            for rank in range(num_ranks):
+                nodes = np.flatnonzero(owner_N == rank)
+                row_of_node[nodes] = rank * local.max_rows + np.arange(len(nodes))
+            num_sources = num_ranks * local.max_rows
+    return EdgeGraph(
+        indptr_N1=_tensor(local.indptr_N1, device),
+        source_E=_tensor(row_of_node[local.source_global_E], device),
+        num_sources=num_sources,
+    )
+
+
+def _degree_buckets(graph: Graph) -> np.ndarray:
+    """Return the bucket of each node's degree: powers of two, the last takes all that is larger."""
+    degree_N = np.maximum(np.diff(graph.indptr_N), 1)
+    return np.minimum(np.log2(degree_N).astype(np.int64), NUM_DEGREE_BUCKETS - 1)
+
+
+def _dense_input(
+    graph: Graph, encodings: np.ndarray | None, node_N: np.ndarray, dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
+    columns = []
+    if isinstance(graph.features, np.ndarray):
+        columns.append(graph.features[node_N])
+    if encodings is not None:
+        columns.append(encodings[node_N])
+    if not columns:
+        return None
+    return torch.from_numpy(np.concatenate(columns, axis=1)).to(device=device, dtype=dtype)
+
+
+def _sparse_input(graph: Graph, node_N: np.ndarray, device: torch.device) -> SparseFeatures | None:
+    if isinstance(graph.features, np.ndarray):
+        return None
+    rows = scipy.sparse.csr_array(graph.features)[node_N]
+    return SparseFeatures(rows=_csr_tensor(rows, device), columns=_csr_tensor(rows.T.tocsr(), device))
+
+
+def _csr_tensor(matrix: scipy.sparse.csr_array, device: torch.device) -> Tensor:
+    return torch.sparse_csr_tensor(
+        torch.from_numpy(matrix.indptr.astype(np.int64)),
+        torch.from_numpy(matrix.indices.astype(np.int64)),
+        torch.from_numpy(matrix.data.astype(np.float32)),
+        size=matrix.shape,
+        device=device,
+    )
+
+
+def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device)

@@ -1,0 +1,1 @@
+"""Microbenchmarks of every task kind and collective, for calibrations."""

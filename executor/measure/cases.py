@@ -1,0 +1,218 @@
+"""Tasks to time: each kind on random inputs, forward and backward, as a step runs it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from executor import operations
+from executor.attention.edges import EdgeGraph
+from executor.exchange import ExchangeLayout, exchange_rows
+from executor.operations import Operation, SparseFeatures
+from executor.record import Recorder
+from executor.train import TORCH_DTYPES, clip_flat_gradient_
+from simulator.specs.plan import Exchange
+from simulator.specs.program import Phase, TaskKind
+from simulator.specs.units import Dtype
+
+TASK_NAME = "measured"  # of the task under test; "before" is the one whose result it takes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A task to time.
+
+    Attributes:
+        kind, shape: of the task.
+        run: does forward and backward once through a recorder, the task under the name `TASK_NAME`.
+    """
+
+    kind: TaskKind
+    dtype: Dtype
+    shape: tuple[int, ...]
+    run: Callable[[Recorder], None]
+
+
+def build_case(
+    kind: TaskKind, shape: tuple[int, ...], dtype: Dtype, device: torch.device, group: dist.ProcessGroup | None
+) -> Case:
+    """Return a runnable case of a shape on random inputs; packing needs a group."""
+    make = _Inputs(TORCH_DTYPES[dtype], device)
+    match kind:
+        case TaskKind.LINEAR | TaskKind.INPUT_LINEAR:
+            rows, columns_in, columns_out = shape
+            weight, bias = make.parameter(columns_out, columns_in), make.parameter(columns_out)
+            if kind is TaskKind.INPUT_LINEAR:
+                run = _leaf_runner(operations.INPUT_LINEAR, make.rows(rows, columns_in), weight, bias)
+            else:
+                run = _runner(operations.LINEAR, make.rows(rows, columns_in), weight, bias)
+        case TaskKind.SPARSE_LINEAR:
+            rows, entries, columns_in, columns_out = shape
+            features = make.sparse(rows, entries, columns_in)
+            weight = make.parameter(columns_in, columns_out)
+            run = _leaf_runner(operations.SPARSE_LINEAR, features, weight, make.dtype)
+        case TaskKind.PROJECTION:
+            rows, columns_in, columns_out = shape
+            run = _runner(operations.PROJECTION, make.rows(rows, columns_in), make.parameter(columns_out, columns_in))
+        case TaskKind.LAYER_NORM:
+            columns = shape[1]
+            # In a layer the norm's input is also the residual, so its gradient meets another one.
+            run = _runner(
+                operations.LAYER_NORM, make.rows(*shape), make.parameter(columns), make.parameter(columns), forked=True
+            )
+        case TaskKind.GELU:
+            run = _runner(operations.GELU, make.rows(*shape))
+        case TaskKind.DROPOUT:
+            run = _runner(operations.DROPOUT, make.rows(*shape), torch.arange(shape[0], device=device), 0.5, 7)
+        case TaskKind.RESIDUAL:
+            run = _runner(operations.RESIDUAL, make.rows(*shape), make.rows(*shape).requires_grad_())
+        case TaskKind.HALO_PACK | TaskKind.PAD_ROWS:
+            return _pack_case(kind, shape, dtype, make, group)
+        case TaskKind.EDGE_BIAS:
+            edges, heads = shape
+            bucket_E = torch.randint(0, 16, (edges,), device=device, generator=make.generator)
+            run = _leaf_runner(operations.EDGE_BIAS, make.parameter(16, heads), bucket_E)
+        case TaskKind.ATTENTION:
+            run = _attention_runner(shape, make)
+        case TaskKind.LOSS:
+            rows, labelled, columns = shape
+            row_T = torch.randperm(rows, device=device, generator=make.generator)[:labelled].sort().values
+            label_T = torch.randint(0, columns, (labelled,), device=device, generator=make.generator)
+            run = _runner(operations.LOSS, make.rows(rows, columns), row_T, label_T, labelled)
+        case TaskKind.CLIP | TaskKind.OPTIMIZER:
+            run = _update_runner(kind, shape, make)
+        case _:
+            raise AssertionError(kind)
+    return Case(kind=kind, dtype=dtype, shape=shape, run=run)
+
+
+class _Inputs:
+    """Makes random inputs of one number format on one device."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+        self.generator = torch.Generator(device).manual_seed(0)
+
+    def rows(self, *shape: int) -> Tensor:
+        """Return activations."""
+        return torch.randn(*shape, device=self.device, generator=self.generator).to(self.dtype)
+
+    def parameter(self, *shape: int) -> Tensor:
+        """Return an fp32 parameter whose gradient lies ready to be added to, as in a step."""
+        parameter = torch.randn(*shape, device=self.device, generator=self.generator).requires_grad_()
+        parameter.grad = torch.zeros_like(parameter)
+        return parameter
+
+    def sparse(self, rows: int, entries: int, columns: int) -> SparseFeatures:
+        """Return sparse features with about `entries` entries at random places."""
+        flat = torch.randint(0, rows * columns, (entries,), device=self.device, generator=self.generator).unique()
+        index = torch.stack([flat // columns, flat % columns])
+        values = torch.ones(index.shape[1], device=self.device)
+        matrix = torch.sparse_coo_tensor(index, values, (rows, columns), is_coalesced=True)
+        return SparseFeatures(rows=matrix.to_sparse_csr(), columns=matrix.t().coalesce().to_sparse_csr())
+
+
+def _runner(operation: Operation, x: Tensor, *rest: Any, forked: bool = False) -> Callable[[Recorder], None]:
+    """Return a run of an operation on the result of another node, which bounds its backward pass."""
+    leaf = x.requires_grad_()
+
+    def run(recorder: Recorder) -> None:
+        leaf.grad = None
+        before = recorder.run("before", _SCALE, leaf)
+        result = recorder.run(TASK_NAME, operation, before, *rest)
+        outputs = [result] if isinstance(result, Tensor) else list(result)
+        roots = [*outputs, before] if forked else outputs
+        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+
+    return run
+
+
+def _leaf_runner(operation: Operation, *arguments: Any) -> Callable[[Recorder], None]:
+    """Return a run of an operation whose inputs are data or parameters, so that its backward pass is the last."""
+
+    def run(recorder: Recorder) -> None:
+        result = recorder.run(TASK_NAME, operation, *arguments)
+        torch.autograd.backward([result], [torch.ones_like(result)])
+
+    return run
+
+
+_SCALE = Operation(
+    kind=TaskKind.RESIDUAL, function=lambda x: x * 1.0, shape=lambda x: (x.shape[0], x.shape[1] if x.ndim > 1 else 1)
+)
+
+
+def _attention_runner(shape: tuple[int, ...], make: _Inputs) -> Callable[[Recorder], None]:
+    targets, sources, edges, heads, head_size = shape
+    counts = torch.randint(0, targets, (edges,), device=make.device, generator=make.generator).bincount(
+        minlength=targets
+    )
+    indptr_N1 = torch.zeros(targets + 1, dtype=torch.int64, device=make.device)
+    indptr_N1[1:] = counts.cumsum(0)
+    source_E = torch.randint(0, sources, (edges,), device=make.device, generator=make.generator)
+    graph = EdgeGraph(indptr_N1=indptr_N1, source_E=source_E, num_sources=sources)
+    # Made here, as a step makes it once.
+    _ = graph.target_E
+    q_ND = make.rows(targets, heads * head_size).requires_grad_()
+    kv_M2D = make.rows(sources, 2 * heads * head_size).requires_grad_()
+
+    def run(recorder: Recorder) -> None:
+        q_ND.grad = kv_M2D.grad = None
+        before_q, before_kv = recorder.run("before", _SCALE, q_ND), kv_M2D * 1.0
+        out_ND = recorder.run(TASK_NAME, operations.ATTENTION, before_q, before_kv, None, graph, heads)
+        out_ND.backward(torch.ones_like(out_ND))
+
+    return run
+
+
+def _update_runner(kind: TaskKind, shape: tuple[int, ...], make: _Inputs) -> Callable[[Recorder], None]:
+    elements, tensors = shape
+    flat = torch.randn(elements, device=make.device, generator=make.generator) * 1e-3
+    parameters = [torch.zeros_like(chunk).requires_grad_() for chunk in flat.chunk(tensors)]
+    for parameter, chunk in zip(parameters, flat.chunk(tensors), strict=True):
+        parameter.grad = chunk
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+
+    def run(recorder: Recorder) -> None:
+        with recorder.task(TASK_NAME, kind, Phase.UPDATE, shape):
+            if kind is TaskKind.CLIP:
+                clip_flat_gradient_(flat, 1.0)
+            else:
+                optimizer.step()
+                schedule.step()
+                flat.zero_()
+
+    return run
+
+
+def _pack_case(
+    kind: TaskKind, shape: tuple[int, ...], dtype: Dtype, make: _Inputs, group: dist.ProcessGroup | None
+) -> Case:
+    """Return an exchange between the ranks, of which the packing is timed."""
+    assert group is not None, kind
+    rows, others, columns = shape
+    num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    counts = [0 if other == rank else others // (num_ranks - 1) for other in range(num_ranks)]
+    rows_to = tuple(counts) if kind is TaskKind.HALO_PACK else (0,) * num_ranks
+    row_S = torch.randint(0, rows, (sum(rows_to),), device=make.device, generator=make.generator)
+    layout = ExchangeLayout(
+        send_row_S=row_S,
+        rows_to=rows_to,
+        rows_from=rows_to,
+        max_rows=others if kind is TaskKind.PAD_ROWS else rows,
+        group=group,
+    )
+    exchange = Exchange.HALO if kind is TaskKind.HALO_PACK else Exchange.ALL_GATHER
+    leaf = make.rows(rows, columns).requires_grad_()
+
+    def run(recorder: Recorder) -> None:
+        leaf.grad = None
+        before = recorder.run("before", _SCALE, leaf)
+        out = exchange_rows(before, exchange, layout, recorder=recorder, layer=TASK_NAME)
+        out.backward(torch.ones_like(out))
+
+    return Case(kind=kind, dtype=dtype, shape=shape, run=run)

@@ -1,0 +1,200 @@
+"""A calibration from beginning to end: ranks, cases, collectives, one file."""
+
+import logging
+import os
+import statistics
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # not in __all__
+
+from executor.environment import environment
+from executor.launch import launch, meet
+from executor.measure.cases import build_case
+from executor.measure.collectives import measure_collectives
+from executor.measure.computes import compute_samples, measure_case
+from executor.measure.effort import FULL_CPU, FULL_CUDA, QUICK_CPU, QUICK_CUDA, Effort, case_shapes
+from executor.mesh import Place, joined_mesh
+from simulator.specs.calibration import Calibration, CollectiveSample, ComputeSample
+from simulator.specs.cluster import ClusterSpec, DeviceKind
+from simulator.specs.files import read_calibration, write_calibration
+from simulator.specs.program import COLLECTIVES, TaskKind
+from simulator.specs.units import Dtype
+
+logger = logging.getLogger(__name__)
+
+_PACKING = (TaskKind.HALO_PACK, TaskKind.PAD_ROWS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """What to measure.
+
+    Attributes:
+        cluster: whose devices to measure; of this host, one rank a device.
+        precisions: number formats of activations.
+        out: gets the calibration.
+    """
+
+    cluster: ClusterSpec
+    effort: Effort
+    precisions: tuple[Dtype, ...]
+    out: Path
+
+
+def effort_of(kind: DeviceKind, *, quick: bool) -> Effort:
+    """Return how much to measure on a kind of device."""
+    if kind is DeviceKind.CPU:
+        return QUICK_CPU if quick else FULL_CPU
+    return QUICK_CUDA if quick else FULL_CUDA
+
+
+def expected_seconds(session: Session) -> float:
+    """Return about how long a calibration takes, start of the processes included.
+
+    A case takes its share of time in the effort, or its repetitions where they take longer, and about as long again
+    to build and to warm up; measured on two cores and on an H200, that is twice `case_seconds` a case on average.
+    """
+    cases = len(list(case_shapes(session.effort)))
+    levels = len(_busy_levels(session.cluster))
+    collectives = len(COLLECTIVES) * len(session.effort.collective_bytes) * (session.cluster.devices_per_host > 1)
+    return 10 + (2 * cases * levels * len(session.precisions) + collectives) * session.effort.case_seconds
+
+
+def run_session(session: Session) -> None:
+    """Measure on every device of this host and write the calibration."""
+    launch(_work, session, num_ranks=session.cluster.devices_per_host, folder=session.out.parent)
+
+
+def _busy_levels(cluster: ClusterSpec) -> tuple[int, ...]:
+    """Return how many devices of the host are to work at once; GPUs share nothing that compute tasks need."""
+    if cluster.device.kind is DeviceKind.CUDA or cluster.devices_per_host == 1:
+        return (1,)
+    return (1, cluster.devices_per_host)
+
+
+def _work(session: Session, store: Store, rank: int) -> None:
+    """Measure as one rank: alone on rank 0, then with all others, then the collectives."""
+    kind, num_ranks = session.cluster.device.kind, session.cluster.devices_per_host
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    computes: list[ComputeSample] = []
+    collectives: list[CollectiveSample] = []
+    if rank == 0:
+        with joined_mesh(kind, PrefixStore("alone", store), rank=0, local_rank=local_rank) as place:
+            computes.extend(_compute_samples(session, place, busy_devices=1))
+    meet(store, "alone", 1, arrive=rank == 0)
+    if num_ranks > 1:
+        together = PrefixStore("together", store)
+        with joined_mesh(kind, together, rank=rank, local_rank=local_rank, graph_parallel_degree=num_ranks) as place:
+            computes.extend(_compute_samples(session, place, busy_devices=num_ranks))
+        collectives.extend(_collective_samples(session, store, rank, local_rank))
+    if rank == 0:
+        calibration = Calibration(
+            device_name=session.cluster.device.name,
+            environment=environment(kind),
+            computes=tuple(computes),
+            collectives=tuple(collectives),
+        )
+        write_calibration(session.out, calibration)
+    meet(store, "written", 1, arrive=rank == 0)
+
+
+def _compute_samples(session: Session, place: Place, *, busy_devices: int) -> list[ComputeSample]:
+    """Return samples of this place's ranks working side by side, the same on each."""
+    samples = []
+    on_gpu = place.device.type == "cuda"
+    for precision in session.precisions:
+        for kind, shape in case_shapes(session.effort):
+            is_packing = kind in _PACKING
+            if (on_gpu and busy_devices > 1 and not is_packing) or (is_packing and place.world is None):
+                continue
+            if kind in (TaskKind.CLIP, TaskKind.OPTIMIZER) and precision is not Dtype.FLOAT32:
+                continue  # parameters are fp32 whatever the activations are
+            case = build_case(kind, shape, precision, place.device, place.world)
+            timings = measure_case(case, session.effort, place.device, place.world)
+            samples.extend(compute_samples(case, timings, busy_devices=1 if on_gpu else busy_devices))
+    return samples
+
+
+def _collective_samples(session: Session, store: Store, rank: int, local_rank: int) -> list[CollectiveSample]:
+    """Return samples over 2, 4, 8 ... and all ranks of this host; each number in a mesh of its own."""
+    num_ranks = session.cluster.devices_per_host
+    sizes = sorted({2**power for power in range(1, num_ranks.bit_length()) if 2**power <= num_ranks} | {num_ranks})
+    samples = []
+    for size in sizes:
+        group_store = PrefixStore(f"collectives{size}", store)
+        if rank < size:
+            with joined_mesh(
+                session.cluster.device.kind,
+                group_store,
+                rank=rank,
+                local_rank=local_rank,
+                graph_parallel_degree=size,
+            ) as place:
+                samples.extend(measure_collectives(session.effort, place, sorted(COLLECTIVES)))
+        meet(group_store, "done", size, arrive=rank < size)
+    return samples
+
+
+def run_host_session(session: Session, calibration: Calibration) -> float:
+    """Write a calibration for how fast the host is today, from the smallest shape of each kind; return the factor.
+
+    On GPUs the seconds that the host needs to launch tasks are scaled, on CPUs all seconds of tasks, by the median
+    ratio of today's to the calibration's over the kinds.
+    """
+    launch(_work_on_host, (session, calibration), num_ranks=1, folder=session.out.parent)
+    return _host_factor(calibration, read_calibration(session.out))
+
+
+def _work_on_host(argument: tuple[Session, Calibration], store: Store, rank: int) -> None:
+    session, calibration = argument
+    kind = session.cluster.device.kind
+    smallest: dict[TaskKind, ComputeSample] = {}
+    for sample in calibration.computes:
+        if sample.busy_devices == 1 and sample.dtype is Dtype.FLOAT32 and sample.kind not in _PACKING:
+            known = smallest.get(sample.kind)
+            if known is None or sample.seconds < known.seconds:
+                smallest[sample.kind] = sample
+    with joined_mesh(kind, store, rank=rank, local_rank=0) as place:
+        measured = []
+        for sample in smallest.values():
+            case = build_case(sample.kind, sample.shape, sample.dtype, place.device, None)
+            timings = measure_case(case, session.effort, place.device, None)
+            measured.extend(compute_samples(case, timings, busy_devices=1))
+    then = {(sample.kind, sample.phase, sample.shape): sample for sample in calibration.computes}
+    ratios = [
+        _host_cost(sample, kind) / _host_cost(then[sample.kind, sample.phase, sample.shape], kind)
+        for sample in measured
+        if (sample.kind, sample.phase, sample.shape) in then
+    ]
+    factor = statistics.median(ratios)
+    write_calibration(session.out, _with_host_factor(calibration, factor, kind))
+
+
+def _host_cost(sample: ComputeSample, kind: DeviceKind) -> float:
+    return sample.seconds if kind is DeviceKind.CPU else sample.host_seconds
+
+
+def _with_host_factor(calibration: Calibration, factor: float, kind: DeviceKind) -> Calibration:
+    if kind is DeviceKind.CUDA:
+        computes = tuple(replace(sample, host_seconds=sample.host_seconds * factor) for sample in calibration.computes)
+    else:
+        computes = tuple(
+            replace(
+                sample,
+                seconds=sample.seconds * factor,
+                low_seconds=sample.low_seconds * factor,
+                high_seconds=sample.high_seconds * factor,
+            )
+            for sample in calibration.computes
+        )
+    return replace(calibration, computes=computes)
+
+
+def _host_factor(before: Calibration, after: Calibration) -> float:
+    """Return the factor between two calibrations that differ by it alone."""
+    pairs = zip(before.computes, after.computes, strict=True)
+    return next(
+        (new.host_seconds / old.host_seconds for old, new in pairs if old.host_seconds > 0),
+        after.computes[0].seconds / before.computes[0].seconds,
+    )

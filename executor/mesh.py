@@ -1,0 +1,106 @@
+"""Plan to process groups: who this rank is, and with whom it talks."""
+
+import datetime
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]  # exported at run time where built with gloo
+from torch.distributed.device_mesh import init_device_mesh
+
+from simulator.errors import RunError
+from simulator.specs.cluster import DeviceKind
+
+# A step of any plan here takes seconds; a peer that stays away this long is lost.
+COLLECTIVE_TIMEOUT_SECONDS = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """This process in the mesh of a plan.
+
+    Attributes:
+        replica: position on the axis "dp".
+        graph_rank: position on the axis "gp".
+        graph_group: process group of the ranks that share a batch; None when that is this rank alone.
+        world: process group of all ranks of the plan; None when that is this rank alone.
+    """
+
+    rank: int
+    num_ranks: int
+    replica: int
+    graph_rank: int
+    graph_group: dist.ProcessGroup | None
+    world: dist.ProcessGroup | None
+    device: torch.device
+
+
+def device_of(kind: DeviceKind, local_rank: int) -> torch.device:
+    """Return the device of a process, made current.
+
+    Raises:
+        RunError: if this host has no such device.
+    """
+    if kind is DeviceKind.CPU:
+        torch.set_num_threads(1)  # a device is one core
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise RunError(
+            f"local rank {local_rank} needs a GPU, but this host has {torch.cuda.device_count()}: start fewer ranks a "
+            "host or plan for this cluster"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+@contextmanager
+def joined_mesh(
+    kind: DeviceKind,
+    store: Store,
+    *,
+    rank: int,
+    local_rank: int,
+    data_parallel_degree: int = 1,
+    graph_parallel_degree: int = 1,
+) -> Iterator[Place]:
+    """Make the process groups of a mesh, and end them afterwards; several may follow in one process.
+
+    Args:
+        store: through which the ranks of the mesh meet.
+    """
+    device = device_of(kind, local_rank)
+    num_ranks = data_parallel_degree * graph_parallel_degree
+    if num_ranks == 1:
+        yield Place(rank=0, num_ranks=1, replica=0, graph_rank=0, graph_group=None, world=None, device=device)
+        return
+    if kind is DeviceKind.CPU and _is_single_host():
+        # gloo picks its interface by the host's name, which need not resolve on a machine without a network.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        kind.backend,
+        store=store,
+        rank=rank,
+        world_size=num_ranks,
+        timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS),
+        device_id=device if kind is DeviceKind.CUDA else None,
+    )
+    try:
+        mesh = init_device_mesh(device.type, (data_parallel_degree, graph_parallel_degree), mesh_dim_names=("dp", "gp"))
+        yield Place(
+            rank=rank,
+            num_ranks=num_ranks,
+            replica=mesh.get_local_rank("dp"),
+            graph_rank=mesh.get_local_rank("gp"),
+            graph_group=mesh.get_group("gp") if graph_parallel_degree > 1 else None,
+            world=dist.group.WORLD,
+            device=device,
+        )
+    finally:
+        dist.destroy_process_group()
+
+
+def _is_single_host() -> bool:
+    return os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE")

@@ -1,0 +1,181 @@
+"""What each kind of compute task does, once: the model, the microbenchmarks and the traces all use this table."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from executor.attention.edges import EdgeGraph, edge_attention
+from simulator.specs.program import TaskKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """A function with one autograd-tracked result that is the task's, and the shape of the task.
+
+    Attributes:
+        function: computes the result.
+        shape: counts of the task, as `SHAPE_FIELDS` says, from the arguments of `function`.
+    """
+
+    kind: TaskKind
+    function: Callable[..., Any]
+    shape: Callable[..., tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseFeatures:
+    """Node features in CSR, with the transpose that the gradient of the weights needs.
+
+    Attributes:
+        rows: CSR [N, F], fp32.
+        columns: CSR of the transpose, [F, N].
+    """
+
+    rows: Tensor
+    columns: Tensor
+
+    @property
+    def num_entries(self) -> int:
+        """Stored entries."""
+        return int(self.rows.values().numel())
+
+
+class _SparseLinear(torch.autograd.Function):
+    """Features times weights; only the weights get a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, features: SparseFeatures, weight_FD: Tensor) -> Tensor:
+        ctx.features = features
+        return torch.mm(features.rows, weight_FD)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+        (grad_ND,) = gradients
+        return None, torch.mm(ctx.features.columns, grad_ND)
+
+
+def _sparse_linear(features: SparseFeatures, weight_FD: Tensor, dtype: torch.dtype) -> Tensor:
+    # Sparse products are fp32: CPUs offer no other.
+    out_ND: Tensor = _SparseLinear.apply(features, weight_FD)  # type: ignore[no-untyped-call]
+    return out_ND.to(dtype)
+
+
+def _linear(x_ND: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.linear(x_ND, weight.to(x_ND.dtype), bias.to(x_ND.dtype))
+
+
+def _projection(x_ND: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    width = x_ND.shape[1]
+    q_ND, kv_N2D = torch.split(F.linear(x_ND, weight.to(x_ND.dtype)), [width, 2 * width], dim=1)
+    return q_ND, kv_N2D
+
+
+def _layer_norm(x_ND: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.layer_norm(x_ND, (x_ND.shape[1],), weight.to(x_ND.dtype), bias.to(x_ND.dtype))
+
+
+class _KeyedDropout(torch.autograd.Function):
+    """Dropout whose mask depends on a seed, the node's global id and the column, so on no partition.
+
+    A 32-bit mix (two rounds of xor-shift and multiply, constants of MurmurHash3's finaliser, Appleby 2008) of the
+    node's and the column's keys is compared with a threshold.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, node_N: Tensor, ratio: float, seed: int) -> Tensor:
+        column_D = torch.arange(x_ND.shape[1], dtype=torch.int32, device=x_ND.device)
+        node_bits_N = _mix(node_N.to(torch.int32) ^ _signed(seed))
+        bits_ND = _mix(node_bits_N.unsqueeze(1) ^ _mix(column_D * 2 + 1))
+        threshold = int(ratio * 2**32) - 2**31
+        ctx.keep_ND = bits_ND >= threshold
+        ctx.factor = 1 / (1 - ratio)
+        out_ND: Tensor = x_ND * ctx.keep_ND * ctx.factor
+        return out_ND
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (grad_ND,) = gradients
+        return grad_ND * ctx.keep_ND * ctx.factor, None, None, None
+
+
+def _signed(value: int) -> int:
+    """Return the low 32 bits as a signed number."""
+    return (value + 2**31) % 2**32 - 2**31
+
+
+def _mix(bits: Tensor) -> Tensor:
+    """Return int32 numbers with their bits mixed; int32 products wrap around."""
+    bits = bits * _signed(0x85EBCA6B)
+    bits = bits ^ ((bits >> 13) & 0x7FFFF)
+    bits = bits * _signed(0xC2B2AE35)
+    return bits ^ ((bits >> 16) & 0xFFFF)
+
+
+def _dropout(x_ND: Tensor, node_N: Tensor, ratio: float, seed: int) -> Tensor:
+    out_ND: Tensor = _KeyedDropout.apply(x_ND, node_N, ratio, seed)  # type: ignore[no-untyped-call]
+    return out_ND
+
+
+def _edge_bias(table_BH: Tensor, bucket_E: Tensor) -> Tensor:
+    return table_BH.index_select(0, bucket_E)
+
+
+def _attention(q_ND: Tensor, kv_M2D: Tensor, edge_bias_EH: Tensor | None, graph: EdgeGraph, num_heads: int) -> Tensor:
+    width = q_ND.shape[1]
+    head_size = width // num_heads
+    q_NHK = q_ND.view(-1, num_heads, head_size)
+    k_MHK, v_MHK = kv_M2D.view(-1, 2, num_heads, head_size).unbind(1)
+    return edge_attention(q_NHK, k_MHK, v_MHK, graph, edge_bias_EH=edge_bias_EH).view(-1, width)
+
+
+def _loss(logits_NC: Tensor, row_T: Tensor, label_T: Tensor, num_labelled: int) -> Tensor:
+    """Return the sum of cross entropies over this rank's labelled rows, over the labelled rows of all ranks."""
+    logits_TC = logits_NC.index_select(0, row_T).float()
+    return F.cross_entropy(logits_TC, label_T, reduction="sum") / num_labelled
+
+
+def _rows_and_columns(x_ND: Tensor, *_: object) -> tuple[int, ...]:
+    return tuple(x_ND.shape)
+
+
+def _linear_shape(x_ND: Tensor, weight: Tensor, *_: object) -> tuple[int, ...]:
+    return (*x_ND.shape, weight.shape[0])
+
+
+LINEAR = Operation(kind=TaskKind.LINEAR, function=_linear, shape=_linear_shape)
+INPUT_LINEAR = Operation(kind=TaskKind.INPUT_LINEAR, function=_linear, shape=_linear_shape)
+SPARSE_LINEAR = Operation(
+    kind=TaskKind.SPARSE_LINEAR,
+    function=_sparse_linear,
+    shape=lambda features, weight_FD, _: (features.rows.shape[0], features.num_entries, *weight_FD.shape),
+)
+PROJECTION = Operation(kind=TaskKind.PROJECTION, function=_projection, shape=_linear_shape)
+LAYER_NORM = Operation(kind=TaskKind.LAYER_NORM, function=_layer_norm, shape=_rows_and_columns)
+GELU = Operation(kind=TaskKind.GELU, function=F.gelu, shape=_rows_and_columns)
+DROPOUT = Operation(kind=TaskKind.DROPOUT, function=_dropout, shape=_rows_and_columns)
+RESIDUAL = Operation(kind=TaskKind.RESIDUAL, function=torch.add, shape=_rows_and_columns)
+EDGE_BIAS = Operation(
+    kind=TaskKind.EDGE_BIAS,
+    function=_edge_bias,
+    shape=lambda table_BH, bucket_E: (bucket_E.numel(), table_BH.shape[1]),
+)
+ATTENTION = Operation(
+    kind=TaskKind.ATTENTION,
+    function=_attention,
+    shape=lambda q_ND, kv_M2D, _, graph, num_heads: (
+        q_ND.shape[0],
+        kv_M2D.shape[0],
+        graph.num_edges,
+        num_heads,
+        q_ND.shape[1] // num_heads,
+    ),
+)
+LOSS = Operation(
+    kind=TaskKind.LOSS,
+    function=_loss,
+    shape=lambda logits_NC, row_T, *_: (logits_NC.shape[0], row_T.numel(), logits_NC.shape[1]),
+)

@@ -1,0 +1,329 @@
+"""Marks the tasks of a step under the program's names, and turns device timings into a Trace.
+
+The backward pass is named by hooks: when autograd reaches the node that made a task's result, the backward task of
+that name begins, and whatever named task ran before it ends. Autograd runs nodes in the reverse of the order in
+which they were made, so these spans tile the backward pass. While recording is off, nothing is marked.
+"""
+
+import bisect
+import contextlib
+import json
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from executor.mesh import Place
+from executor.operations import Operation
+from simulator.specs.program import Phase, Stream, TaskKind, task_name
+from simulator.specs.trace import Span
+from simulator.specs.units import Dtype
+
+
+@dataclass(slots=True, kw_only=True)
+class Mark:
+    """A task under way or done; instants by the host's monotonic clock."""
+
+    name: str
+    kind: TaskKind
+    phase: Phase
+    shape: tuple[int, ...]
+    dtype: Dtype
+    group: tuple[int, ...] = ()
+    start_seconds: float = 0.0
+    end_seconds: float = 0.0
+    annotation: Any = None
+
+
+class Recorder:
+    """Marks tasks of this rank while it is switched on.
+
+    Args:
+        annotate: also open a `torch.profiler.record_function` range for each task. A profiler then ties kernels to
+            tasks, which is how times on GPUs are taken; on CPUs the host's clock is enough.
+        precision: number format of activations.
+    """
+
+    def __init__(self, *, annotate: bool = False, precision: Dtype = Dtype.FLOAT32) -> None:
+        self.is_on = False
+        self.annotate = annotate
+        self.precision = precision
+        self.phase = Phase.FORWARD
+        self._prefix = ""
+        self._marks: list[Mark] = []
+        self._open: Mark | None = None
+
+    def start(self, prefix: str = "") -> None:
+        """Begin to mark, with no marks; every name begins with `prefix`."""
+        self._prefix = prefix
+        self._marks = []
+        self._open = None
+        self.phase = Phase.FORWARD
+        self.is_on = True
+
+    def stop(self) -> list[Mark]:
+        """End to mark; return the marks."""
+        self._close()
+        self.is_on = False
+        return self._marks
+
+    def run(self, name: str, operation: Operation, *arguments: Any) -> Any:
+        """Return what the operation makes of the arguments, marked as a task forward and backward."""
+        if not self.is_on:
+            return operation.function(*arguments)
+        shape = operation.shape(*arguments)
+        with self.task(name, operation.kind, self.phase, shape):
+            result = operation.function(*arguments)
+        if self.phase is Phase.FORWARD:
+            self._name_backward(name, operation.kind, shape, result)
+        return result
+
+    @contextlib.contextmanager
+    def task(
+        self, name: str, kind: TaskKind, phase: Phase, shape: tuple[int, ...], group: tuple[int, ...] = ()
+    ) -> Iterator[None]:
+        """Mark what runs inside as a task; inside the backward pass the task lasts until the next one begins.
+
+        Args:
+            group: ranks of a collective.
+        """
+        if not self.is_on:
+            yield
+            return
+        self._begin(name, kind, phase, shape, group)
+        yield
+        if phase is not Phase.BACKWARD:
+            self._close()
+
+    @contextlib.contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Mark forward tasks inside as computed again; the backward task that asked for them begins after them."""
+        if not self.is_on:
+            yield
+            return
+        interrupted, self._open = self._open, None
+        if interrupted is not None:
+            self._exit_annotation(interrupted)
+        self.phase = Phase.RECOMPUTE
+        yield
+        self.phase = Phase.FORWARD
+        if interrupted is not None:
+            self._enter(interrupted)
+
+    def _name_backward(self, name: str, kind: TaskKind, shape: tuple[int, ...], result: Any) -> None:
+        tensor = result[0] if isinstance(result, tuple) else result
+        if tensor.grad_fn is None:
+            return
+
+        def begin(_: object) -> None:
+            if self.is_on:
+                self._begin(name, kind, Phase.BACKWARD, shape)
+
+        tensor.grad_fn.register_prehook(begin)
+
+    def _begin(
+        self, name: str, kind: TaskKind, phase: Phase, shape: tuple[int, ...], group: tuple[int, ...] = ()
+    ) -> None:
+        self._close()
+        dtype = Dtype.FLOAT32 if phase is Phase.UPDATE else self.precision
+        full_name = self._prefix + task_name(name, phase)
+        self._enter(Mark(name=full_name, kind=kind, phase=phase, shape=shape, dtype=dtype, group=group))
+
+    def _enter(self, mark: Mark) -> None:
+        self._open = mark
+        if self.annotate:
+            mark.annotation = torch.profiler.record_function(mark.name)
+            mark.annotation.__enter__()
+        mark.start_seconds = time.perf_counter()
+
+    def _close(self) -> None:
+        mark, self._open = self._open, None
+        if mark is not None:
+            mark.end_seconds = time.perf_counter()
+            self._exit_annotation(mark)
+            self._marks.append(mark)
+
+    def _exit_annotation(self, mark: Mark) -> None:
+        if mark.annotation is not None:
+            mark.annotation.__exit__(None, None, None)
+            mark.annotation = None
+
+
+class StepTracer:
+    """Records whole steps of one rank as spans.
+
+    On CPUs the marks are the spans. On GPUs a profiler runs over the steps, and a span covers the kernels that
+    were launched inside a task's range.
+    """
+
+    def __init__(self, recorder: Recorder, place: Place) -> None:
+        self._recorder, self._place = recorder, place
+        self._spans: list[Span] = []
+
+    @contextlib.contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Record what runs inside as a step; the ranks begin it together."""
+        if self._place.device.type == "cuda":
+            with self._kernels_of(step):
+                yield
+            return
+        if self._place.world is not None:
+            dist.barrier(self._place.world)
+        self._recorder.start()
+        yield
+        self._spans.extend(_span_of_mark(mark, step, self._place.rank) for mark in self._recorder.stop())
+
+    @contextlib.contextmanager
+    def _kernels_of(self, step: int) -> Iterator[None]:
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profiler:
+            if self._place.world is not None:
+                dist.barrier(self._place.world)
+            torch.cuda.synchronize()
+            self._recorder.start()
+            yield
+            marks = self._recorder.stop()
+            torch.cuda.synchronize()
+        self._spans.extend(spans_of_kernels(profiled_events(profiler), marks, step=step, rank=self._place.rank))
+
+    def spans(self) -> list[Span]:
+        """Return the spans of all recorded steps; starts are by a clock that the ranks of a host share."""
+        return self._spans
+
+
+def _span_of_mark(mark: Mark, step: int, rank: int) -> Span:
+    return Span(
+        rank=rank,
+        step=step,
+        stream=_stream_of(mark.kind),
+        name=mark.name,
+        kind=mark.kind,
+        phase=mark.phase,
+        shape=mark.shape,
+        start_seconds=mark.start_seconds,
+        duration_seconds=mark.end_seconds - mark.start_seconds,
+        dtype=mark.dtype,
+        group=mark.group,
+    )
+
+
+def profiled_events(profiler: torch.profiler.profile) -> list[dict[str, Any]]:
+    """Return the events of a finished profile, as its Chrome trace holds them."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kineto.json"
+        profiler.export_chrome_trace(str(path))
+        events: list[dict[str, Any]] = json.loads(path.read_bytes())["traceEvents"]
+    return events
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelTime:
+    """Kernels that one task launched, on the device's clock.
+
+    Attributes:
+        start_seconds: of the first.
+        busy_seconds: sum of their durations.
+    """
+
+    start_seconds: float
+    busy_seconds: float
+
+
+def kernel_times(events: Sequence[dict[str, Any]]) -> tuple[dict[str, KernelTime], float]:
+    """Return the kernels of each named range of a Kineto trace, and the seconds of kernels outside all ranges.
+
+    A kernel belongs to the range that was open on the thread that launched it, found by correlation id.
+
+    Args:
+        events: `traceEvents` of a Chrome trace that `torch.profiler` wrote.
+    """
+    ranges: dict[int, list[tuple[float, float, str]]] = defaultdict(list)
+    launches: dict[int, tuple[int, float]] = {}
+    kernels = []
+    for event in events:
+        category = event.get("cat")
+        if category == "user_annotation":
+            ranges[event["tid"]].append((event["ts"], event["ts"] + event["dur"], event["name"]))
+        elif category in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {}):
+            launches[event["args"]["correlation"]] = (event["tid"], event["ts"])
+        elif category in ("kernel", "gpu_memcpy", "gpu_memset"):
+            kernels.append(event)
+    for found in ranges.values():
+        found.sort()
+    spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for kernel in kernels:
+        name = _range_at(ranges, launches.get(kernel["args"].get("correlation")))
+        spans[name].append((kernel["ts"] / 1e6, kernel["dur"] / 1e6))
+    unnamed = sum(seconds for _, seconds in spans.pop("", []))
+    times = {
+        name: KernelTime(start_seconds=min(found)[0], busy_seconds=sum(seconds for _, seconds in found))
+        for name, found in spans.items()
+    }
+    return times, unnamed
+
+
+def _range_at(ranges: dict[int, list[tuple[float, float, str]]], launch: tuple[int, float] | None) -> str:
+    if launch is None:
+        return ""
+    thread, instant = launch
+    found = ranges.get(thread, [])
+    # Ranges of tasks follow one another; one around several tasks, such as the profiler's own, started earlier.
+    for start, end, name in reversed(found[: bisect.bisect_right(found, (instant, float("inf"), ""))]):
+        if start <= instant <= end and not name.startswith("ProfilerStep"):
+            return name
+    return ""
+
+
+def spans_of_kernels(events: Sequence[dict[str, Any]], marks: Iterable[Mark], *, step: int, rank: int) -> list[Span]:
+    """Return a span for each marked task with the time of its kernels; a task without kernels takes none."""
+    times, _ = kernel_times(events)
+    spans = []
+    latest = 0.0
+    for mark in marks:
+        kernel = times.get(mark.name, KernelTime(start_seconds=latest, busy_seconds=0.0))
+        latest = max(latest, kernel.start_seconds + kernel.busy_seconds)
+        spans.append(
+            replace(
+                _span_of_mark(mark, step, rank),
+                start_seconds=kernel.start_seconds,
+                duration_seconds=kernel.busy_seconds,
+                host_seconds=mark.end_seconds - mark.start_seconds,
+            )
+        )
+    return spans
+
+
+def _stream_of(kind: TaskKind) -> Stream:
+    return Stream.COMMUNICATION if kind.is_collective else Stream.COMPUTE
+
+
+def with_waiting(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """Return spans of all ranks with starts since their step began, and collectives' waits told apart.
+
+    The ranks of a host share a clock. A rank waits from its own arrival at a collective to the last one's.
+    """
+    spans = list(spans)
+    origins: dict[int, float] = {}
+    arrivals: dict[tuple[int, str, tuple[int, ...]], float] = {}
+    for span in spans:
+        origins[span.step] = min(origins.get(span.step, span.start_seconds), span.start_seconds)
+        if span.group:
+            key = (span.step, span.name, span.group)
+            arrivals[key] = max(arrivals.get(key, 0.0), span.start_seconds)
+    found = []
+    for span in spans:
+        arrival = arrivals.get((span.step, span.name, span.group), span.start_seconds)
+        found.append(
+            replace(
+                span,
+                start_seconds=span.start_seconds - origins[span.step],
+                waiting_seconds=min(arrival - span.start_seconds, span.duration_seconds),
+            )
+        )
+    return tuple(sorted(found, key=lambda span: (span.step, span.rank, span.start_seconds)))

@@ -1,0 +1,125 @@
+"""Specs in words: what was trained, on what, and how."""
+
+from collections import Counter
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import PurePath
+
+from simulator.specs.cluster import ClusterSpec
+from simulator.specs.graph import DEGREE_QUANTILES, GraphSpec
+from simulator.specs.model import EdgeBias, ModelSpec
+from simulator.specs.plan import Plan
+from simulator.specs.train import TrainSpec
+from simulator.specs.units import Dimension, format_quantity
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a duration with its unit, such as "12.3 ms"; from two minutes on in minutes or hours."""
+    for unit, size in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return format_quantity(seconds, Dimension.SECONDS)
+
+
+def bytes_text(num_bytes: float) -> str:
+    """Return a size with its unit, such as "1.5 GiB"."""
+    return format_quantity(num_bytes, Dimension.BYTES)
+
+
+def error_text(error_ratio: float | None) -> str:
+    """Return an error in percent with its sign; a dash where it is not defined."""
+    return "-" if error_ratio is None else f"{error_ratio:+.1%}"
+
+
+def plural(count: int, noun: str) -> str:
+    """Return a count and its noun, such as "2 ranks"."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def graph_name(graph: GraphSpec) -> str:
+    """Return the last part of the path of a graph's store, without the ending of its file."""
+    return PurePath(graph.source.path).name.removesuffix(".npz") or graph.source.path
+
+
+def graph_words(graph: GraphSpec) -> str:
+    """Return a graph's size and degrees."""
+    median_degree = graph.in_degree_quantiles[DEGREE_QUANTILES.index(0.5)]
+    features = "sparse features" if graph.has_sparse_features else "features"
+    return (
+        f"{graph.source.path}: {graph.num_nodes:,} nodes, {graph.num_edges:,} edges (incoming: median "
+        f"{median_degree:,g}, largest {graph.in_degree_quantiles[-1]:,g}), {graph.num_features:,} {features}, "
+        f"{graph.num_classes:,} classes, {graph.num_train_nodes:,} training nodes"
+    )
+
+
+def model_words(model: ModelSpec) -> str:
+    """Return a model's sizes and options."""
+    words = [
+        f"{plural(model.num_layers, 'layer')} of width {model.width}",
+        f"{plural(model.num_heads, 'head')} of {model.head_size}",
+        f"feed-forward width {model.feed_forward_width}",
+    ]
+    if model.dropout_ratio:
+        words.append(f"dropout {model.dropout_ratio:g}")
+    if model.edge_bias is not EdgeBias.NONE:
+        words.append(f"edge bias by {model.edge_bias}")
+    if model.laplacian_encodings:
+        words.append(f"{model.laplacian_encodings} Laplacian encodings")
+    if model.random_walk_encodings:
+        words.append(f"{model.random_walk_encodings} random-walk encodings")
+    return ", ".join(words)
+
+
+def cluster_words(cluster: ClusterSpec) -> str:
+    """Return a cluster's hosts, devices and links."""
+    words = [
+        f"{cluster.name}: {plural(cluster.num_hosts, 'host')} with {cluster.devices_per_host} x {cluster.device.name}, "
+        f"{bytes_text(cluster.device.memory_bytes)} each",
+    ]
+    links = [("inside a host", cluster.device_link, cluster.devices_per_host > 1)]
+    links.append(("between hosts", cluster.host_link, cluster.num_hosts > 1))
+    for place, link, is_used in links:
+        if is_used:
+            rate = format_quantity(link.bandwidth_bytes_per_second, Dimension.BYTES_PER_SECOND)
+            words.append(f"{rate} and {format_quantity(link.latency_seconds, Dimension.SECONDS)} {place}")
+    return "; ".join(words)
+
+
+def train_words(train: TrainSpec) -> str:
+    """Return the length of the training and the optimizer's settings."""
+    return (
+        f"{plural(train.num_steps, 'step')}, learning rate {train.learning_rate:g} after "
+        f"{plural(train.warmup_steps, 'warm-up step')}, weight decay {train.weight_decay:g}, seed {train.seed}"
+    )
+
+
+def plan_words(plan: Plan) -> str:
+    """Return all choices of a plan."""
+    partition = plan.partition
+    words = [
+        f"{plural(plan.num_ranks, 'rank')}: {plural(plan.data_parallel_degree, 'replica')} of "
+        f"{plural(plan.graph_parallel_degree, 'rank')}",
+    ]
+    if plan.is_full_graph:
+        words.append("the full graph in each step")
+    else:
+        words.append(f"{plan.parts_per_batch} of {partition.num_parts} parts for each replica in a step")
+    if partition.num_parts > 1:
+        words.append(
+            f"{plural(partition.num_parts, 'part')} by {partition.method} ({partition.num_cut_edges:,} edges cut, "
+            f"halo {partition.halo_ratio:.0%} of the nodes, largest part {partition.edge_imbalance:.2f} x the mean "
+            "in edges)"
+        )
+    words.append(f"exchange {_by_layer(plan.exchange)}")
+    words.append(f"recompute {_by_layer(plan.recompute)}")
+    words.append(f"{plan.precision}")
+    words.append(f"gradients in buckets of {bytes_text(plan.gradient_bucket_bytes)}")
+    return "; ".join(words)
+
+
+def _by_layer(choices: Sequence[StrEnum]) -> str:
+    """Return the choices of the layers, in a word if all are the same."""
+    counts = Counter(choice.value.replace("_", "-") for choice in choices)
+    if len(counts) == 1:
+        return f"{next(iter(counts))} in every layer"
+    return ", ".join(f"{choice} in {plural(count, 'layer')}" for choice, count in counts.items())

@@ -1,0 +1,254 @@
+"""run_plan(): the story of one run, from plan file to measured trace."""
+
+import contextlib
+import json
+import logging
+import os
+import pickle
+import resource
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from simulator.readers.partitions import read_partition
+from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # not in __all__
+
+from executor.encodings import cache_folder, positional_encodings
+from executor.environment import environment
+from executor.launch import is_under_torchrun, launch, meet, run_as_rank
+from executor.mesh import Place, joined_mesh
+from executor.progress import RunProgress
+from executor.record import Recorder, StepTracer, with_waiting
+from executor.train import Evaluation, Inputs, StepClock, Trainer, require_finite
+from simulator.constraints import violations
+from simulator.errors import PlanError
+from simulator.readers.graphs import open_graph
+from simulator.specs.cluster import DeviceKind
+from simulator.specs.decision import PlanFile
+from simulator.specs.files import read_plan, write_text_atomic, write_trace
+from simulator.specs.trace import Trace, TraceOrigin
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRun:
+    """A plan file to run, and the folder that gets the results.
+
+    Attributes:
+        plan_path: `plan.json`; partition and relative graph paths start at its folder.
+        out: gets `measured.json` (the trace), `result.json` (losses, accuracies) and `weights.pt` (best by validation).
+        quiet: print no progress.
+    """
+
+    plan_path: Path
+    out: Path
+    quiet: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """What a run came to.
+
+    Attributes:
+        losses: of every step.
+        evaluations: pairs of a step and its accuracies.
+        best_step: step with the best validation accuracy, whose weights were kept.
+        data_seconds: time that rank 0 spent on making batches, outside the steps.
+    """
+
+    losses: tuple[float, ...]
+    evaluations: tuple[tuple[int, Evaluation], ...]
+    best_step: int
+    best: Evaluation
+    data_seconds: float
+    trace: Trace
+
+
+def run_plan(run: PlanRun) -> None:
+    """Train as a plan says and write the results into `run.out`; see `run_plans`."""
+    run_plans([run])
+
+
+def run_plans(runs: Sequence[PlanRun]) -> None:
+    """Train plans one after another; on this host's own processes, or as a rank when torchrun started this process.
+
+    Ranks beyond a plan's number wait for the next plan.
+
+    Raises:
+        PlanError: if a plan cannot run here.
+        RunError: if a run fails, with the rank and the reason.
+    """
+    plans = [(run, read_plan(run.plan_path)) for run in runs]
+    for _, file in plans:
+        if found := violations(file.plan, file.graph, file.model, file.cluster):
+            raise PlanError("; ".join(found))
+    for run in runs:
+        run.out.mkdir(parents=True, exist_ok=True)
+    most_ranks = max(file.plan.num_ranks for _, file in plans)
+    if is_under_torchrun():
+        world_size = int(os.environ["WORLD_SIZE"])
+        if world_size < most_ranks:
+            raise PlanError(
+                f"the plan has num_ranks = {most_ranks}, but torchrun started {world_size}: raise --nproc-per-node or "
+                "--nnodes, or plan for fewer ranks"
+            )
+        run_as_rank(_work, list(runs), runs[0].out)
+        return
+    _check_devices(plans, most_ranks)
+    launch(_work, list(runs), num_ranks=most_ranks, folder=runs[0].out)
+
+
+def _check_devices(plans: list[tuple[PlanRun, PlanFile]], most_ranks: int) -> None:
+    """Refuse before processes start what this host cannot hold."""
+    kinds = {file.cluster.device.kind for _, file in plans}
+    if DeviceKind.CUDA in kinds and torch.cuda.device_count() < most_ranks:
+        raise PlanError(
+            f"the plan has num_ranks = {most_ranks}, but this host has {torch.cuda.device_count()} GPUs: start it "
+            "under torchrun on enough hosts, or plan for this one"
+        )
+    if any(file.plan.num_ranks > file.cluster.devices_per_host for _, file in plans):
+        raise PlanError("the plan spans several hosts: start `graphpilot train` under torchrun on each of them")
+
+
+def _work(runs: list[PlanRun], store: Store, rank: int) -> None:
+    """Run every plan as one rank of the launch."""
+    for index, run in enumerate(runs):
+        file = read_plan(run.plan_path)
+        plan_store = PrefixStore(f"plan{index}", store)
+        takes_part = rank < file.plan.num_ranks
+        if takes_part:
+            _work_on_plan(run, file, plan_store, rank)
+        # The next plan's ranks meet only once this plan's are free, so no meeting outlasts its time-out.
+        meet(plan_store, "done", file.plan.num_ranks, arrive=takes_part)
+
+
+def _work_on_plan(run: PlanRun, file: PlanFile, store: Store, rank: int) -> None:
+    base = run.plan_path.parent
+    graph = open_graph(file.graph, base=base)
+    inputs = Inputs(
+        graph=graph,
+        part_N=read_partition(file.plan.partition, folder=base, num_nodes=file.graph.num_nodes),
+        encodings=positional_encodings(graph, file.graph, file.model, cache_folder()),
+    )
+    kind = file.cluster.device.kind
+    with joined_mesh(
+        kind,
+        store,
+        rank=rank,
+        local_rank=int(os.environ.get("LOCAL_RANK", rank)),
+        data_parallel_degree=file.plan.data_parallel_degree,
+        graph_parallel_degree=file.plan.graph_parallel_degree,
+    ) as place:
+        recorder = Recorder(annotate=kind is DeviceKind.CUDA, precision=file.plan.precision)
+        trainer = Trainer(file.plan, file.graph, file.model, file.train, inputs, place, recorder)
+        result, best_weights = train_loop(trainer, store, RunProgress(file, quiet=run.quiet or rank > 0))
+    if rank == 0:
+        _write_result(run.out, result, best_weights)
+
+
+def train_loop(trainer: Trainer, store: Store, progress: RunProgress) -> tuple[RunResult, dict[str, Tensor]]:
+    """Train to the end; return the result and the weights of the best evaluation, on the CPU.
+
+    The first steps, `warmup_steps_of`, are slower and left out of the trace's durations; the last
+    `TrainSpec.trace_steps` are recorded task by task and left out too.
+
+    Args:
+        store: through which the ranks of this plan hand their spans to rank 0.
+    """
+    train, place = trainer.train_spec, trainer.place
+    clock = StepClock(place.device)
+    losses: list[Tensor] = []
+    evaluations: list[tuple[int, Evaluation]] = []
+    best_weights: dict[str, Tensor] = {}
+    best_step, data_seconds = 0, 0.0
+    tracer = StepTracer(trainer.recorder, place)
+    with progress:
+        for step in range(train.num_steps):
+            started = time.perf_counter()
+            data = trainer.batch(step)
+            data_seconds += time.perf_counter() - started
+            is_traced = step >= train.num_steps - train.trace_steps
+            with tracer.step(step) if is_traced else contextlib.nullcontext():
+                clock.start()
+                losses.append(trainer.step(step, data))
+                clock.stop()
+            is_last = step == train.num_steps - 1
+            if (step + 1) % train.evaluate_every_steps == 0 or is_last:
+                require_finite(float(losses[-1]), step)
+                evaluation = trainer.evaluate()
+                evaluations.append((step, evaluation))
+                if not best_weights or evaluation.val_accuracy_ratio > best_of(evaluations[:-1]).val_accuracy_ratio:
+                    best_step = step
+                    best_weights = {name: value.cpu().clone() for name, value in trainer.model.state_dict().items()}
+                progress.show(step, float(losses[-1]), evaluation)
+    seconds = clock.seconds()
+    first_traced = train.num_steps - train.trace_steps
+    first_warm = min(warmup_steps_of(train.num_steps), first_traced)
+    spans = tracer.spans()
+    gathered = _gather(store, place, (spans, peak_memory_bytes(place.device)))
+    trace = Trace(
+        origin=TraceOrigin.MEASURED,
+        num_ranks=trainer.plan.num_ranks,
+        spans=with_waiting(span for rank_spans, _ in gathered for span in rank_spans),
+        step_seconds=tuple(seconds[first_warm:first_traced]) or tuple(seconds[first_warm:]),
+        traced_step_seconds=tuple(seconds[first_traced:]),
+        peak_memory_bytes=tuple(peak for _, peak in gathered),
+        environment=environment(DeviceKind(place.device.type)),
+    )
+    result = RunResult(
+        losses=tuple(float(loss) for loss in losses),
+        evaluations=tuple(evaluations),
+        best_step=best_step,
+        best=dict(evaluations)[best_step],
+        data_seconds=data_seconds,
+        trace=trace,
+    )
+    return result, best_weights
+
+
+def best_of(evaluations: Sequence[tuple[int, Evaluation]]) -> Evaluation:
+    """Return the evaluation with the best validation accuracy, the first of equals."""
+    return max((evaluation for _, evaluation in evaluations), key=lambda found: found.val_accuracy_ratio)
+
+
+def warmup_steps_of(num_steps: int) -> int:
+    """Return how many first steps of a run are left out of its durations: allocators and caches fill in them."""
+    return min(5, num_steps // 3)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most memory that this rank has held: by torch's allocator on GPUs, by the process on CPUs."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _gather(store: Store, place: Place, mine: Any) -> list[Any]:
+    """Return what each rank of the plan gave, on rank 0; an empty list elsewhere."""
+    store.set(f"gathered{place.rank}", pickle.dumps(mine))  # type: ignore[arg-type]  # bytes are taken too
+    if place.rank > 0:
+        return []
+    return [pickle.loads(store.get(f"gathered{rank}")) for rank in range(place.num_ranks)]
+
+
+def _write_result(out: Path, result: RunResult, best_weights: dict[str, Tensor]) -> None:
+    write_trace(out / "measured.json", result.trace)
+    weights = out / "weights.pt"
+    partial = weights.with_suffix(".tmp")
+    torch.save(best_weights, partial)
+    partial.replace(weights)
+    content = {
+        "losses": result.losses,
+        "evaluations": [{"step": step, **asdict(evaluation)} for step, evaluation in result.evaluations],
+        "best_step": result.best_step,
+        "best": asdict(result.best),
+        "median_step_seconds": result.trace.median_step_seconds,
+        "data_seconds": result.data_seconds,
+        "environment": dict(result.trace.environment),
+    }
+    write_text_atomic(out / "result.json", json.dumps(content, indent=1))

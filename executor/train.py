@@ -1,0 +1,255 @@
+"""One training step, then the loop."""
+
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from executor.data import RankData, build_rank_data
+from executor.mesh import Place
+from executor.model import ForwardSettings, GraphTransformer
+from executor.parallel import FlatGradients
+from executor.record import Recorder
+from simulator.errors import RunError
+from simulator.readers.graphs import Graph
+from simulator.specs.graph import GraphSpec
+from simulator.specs.model import EdgeBias, ModelSpec
+from simulator.specs.plan import Exchange, Plan, Recompute, batch_parts
+from simulator.specs.program import Phase, TaskKind
+from simulator.specs.train import TrainSpec
+from simulator.specs.units import Dtype
+from simulator.workload import owned_parts
+
+TORCH_DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """A run's arrays, the same on every rank.
+
+    Attributes:
+        part_N: part of each node.
+        encodings: positional encodings, [N, columns], or None.
+    """
+
+    graph: Graph
+    part_N: np.ndarray
+    encodings: np.ndarray | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Shares of labelled nodes that are classified right, over all ranks."""
+
+    train_accuracy_ratio: float
+    val_accuracy_ratio: float
+    test_accuracy_ratio: float
+
+
+class Trainer:
+    """The state of a run on one rank: parameters, optimizer, batches.
+
+    Args:
+        place: this rank in the plan's mesh.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        graph: GraphSpec,
+        model: ModelSpec,
+        train: TrainSpec,
+        inputs: Inputs,
+        place: Place,
+        recorder: Recorder,
+    ) -> None:
+        self.plan, self.graph, self.train_spec, self.inputs, self.place = plan, graph, train, inputs, place
+        self.recorder = recorder
+        torch.manual_seed(train.seed)  # parameters are drawn on the CPU, so alike on every rank and device
+        self.model = GraphTransformer(graph, model, recorder).to(place.device)
+        self.gradients = FlatGradients(self.model, recorder, place.world, bucket_bytes=plan.gradient_bucket_bytes)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=train.learning_rate, weight_decay=train.weight_decay, fused=True
+        )
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, learning_rate_schedule(train))
+        self.settings = ForwardSettings(exchange=plan.exchange, recompute=plan.recompute)
+        self._batches: OrderedDict[tuple[int, ...], RankData] = OrderedDict()
+        self._evaluation_data: RankData | None = None
+
+    def step(self, step: int, data: RankData) -> Tensor:
+        """Update the parameters once; return the loss of all ranks as a tensor on the device."""
+        settings = replace(self.settings, dropout_seed=f"{self.train_spec.seed}/{step}")
+        logits_NC = self.model(data, settings)
+        loss = self.model.loss(logits_NC, data)
+        loss.backward()
+        step_loss = self.gradients.reduce(loss)
+        self.update()
+        return step_loss
+
+    def update(self) -> None:
+        """Clip the gradients, move the parameters, forget the gradients."""
+        flat = self.gradients.flat
+        shape = (flat.numel(), len(self.optimizer.param_groups[0]["params"]))
+        with self.recorder.task("clip", TaskKind.CLIP, Phase.UPDATE, shape):
+            clip_flat_gradient_(flat, self.train_spec.max_gradient_norm)
+        with self.recorder.task("optimizer", TaskKind.OPTIMIZER, Phase.UPDATE, shape):
+            self.optimizer.step()
+            self.schedule.step()
+            self.gradients.zero()
+
+    def batch(self, step: int) -> RankData:
+        """Return this rank's share of a step's batch; the last ones are kept on the device."""
+        batches = batch_parts(self.plan, step=step, seed=self.train_spec.seed)
+        parts = batches[self.place.replica]
+        num_train_rows = sum(
+            self.plan.partition.parts[part].num_train_nodes for batch in set(batches) for part in batch
+        )
+        if parts in self._batches and self._batches[parts].num_train_rows_of_step == num_train_rows:
+            self._batches.move_to_end(parts)
+            return self._batches[parts]
+        data = self._batches.pop(parts, None)
+        if data is None:
+            data = self._build(parts, num_train_rows)
+        self._batches[parts] = replace(data, num_train_rows_of_step=num_train_rows)
+        if len(self._batches) > self.plan.partition.num_parts:
+            self._batches.popitem(last=False)
+        return self._batches[parts]
+
+    def _build(self, parts: tuple[int, ...], num_train_rows: int) -> RankData:
+        owner_of_part = np.full(self.plan.partition.num_parts, -1, np.int64)
+        for graph_rank in range(self.plan.graph_parallel_degree):
+            owner_of_part[list(owned_parts(self.plan, parts, graph_rank))] = graph_rank
+        return self._rank_data(
+            owner_of_part,
+            graph_rank=self.place.graph_rank,
+            num_ranks=self.plan.graph_parallel_degree,
+            exchanges=frozenset(self.plan.exchange),
+            group=self.place.graph_group,
+            num_train_rows=num_train_rows,
+        )
+
+    def _rank_data(
+        self,
+        owner_of_part: np.ndarray,
+        *,
+        graph_rank: int,
+        num_ranks: int,
+        exchanges: frozenset[Exchange],
+        group: dist.ProcessGroup | None,
+        num_train_rows: int,
+    ) -> RankData:
+        return build_rank_data(
+            self.inputs.graph,
+            self.inputs.encodings,
+            owner_of_part[self.inputs.part_N],
+            graph_rank=graph_rank,
+            num_ranks=num_ranks,
+            exchanges=exchanges,
+            group=group,
+            num_train_rows_of_step=num_train_rows,
+            degree_buckets=self.model.model.edge_bias is EdgeBias.DEGREE,
+            dtype=TORCH_DTYPES[self.plan.precision],
+            device=self.place.device,
+        )
+
+    @torch.no_grad()
+    def evaluate(self) -> Evaluation:
+        """Return accuracies on the whole graph, every rank on its own parts, whatever the plan trains on."""
+        data = self._whole_graph()
+        exchange = Exchange.HALO if self.plan.num_ranks > 1 else Exchange.NONE
+        num_layers = len(self.plan.exchange)
+        if self.plan.is_full_graph:
+            settings = self.settings
+        else:
+            settings = ForwardSettings(exchange=(exchange,) * num_layers, recompute=(Recompute.NONE,) * num_layers)
+        predicted_N = self.model(data, settings).argmax(1)
+        right_N = predicted_N == data.label_N
+        counts = [[right_N[rows].sum(), torch.tensor(rows.numel())] for rows in data.mask_rows.values()]
+        totals = torch.tensor([[int(right), int(total)] for right, total in counts], device=self.place.device)
+        if self.place.world is not None:
+            dist.all_reduce(totals, group=self.place.world)
+        train, val, test = (totals[:, 0] / totals[:, 1].clamp(min=1)).tolist()
+        return Evaluation(train_accuracy_ratio=train, val_accuracy_ratio=val, test_accuracy_ratio=test)
+
+    def _whole_graph(self) -> RankData:
+        if self.plan.is_full_graph:
+            return self.batch(0)
+        if self._evaluation_data is None:
+            num_ranks = self.plan.num_ranks
+            self._evaluation_data = self._rank_data(
+                np.arange(self.plan.partition.num_parts) % num_ranks,
+                graph_rank=self.place.rank,
+                num_ranks=num_ranks,
+                exchanges=frozenset({Exchange.HALO if num_ranks > 1 else Exchange.NONE}),
+                group=self.place.world,
+                num_train_rows=1,
+            )
+        return self._evaluation_data
+
+
+def clip_flat_gradient_(flat: Tensor, max_norm: float) -> None:
+    """Scale a gradient down to a norm, in place and without a device sync; a smaller one stays."""
+    norm = torch.linalg.vector_norm(flat)
+    flat.mul_((max_norm / norm.clamp(min=1e-12)).clamp(max=1.0))
+
+
+def learning_rate_schedule(train: TrainSpec) -> Callable[[int], float]:
+    """Return the factor of the learning rate by step: a linear rise, then half a cosine down to zero."""
+
+    def factor(step: int) -> float:
+        if step < train.warmup_steps:
+            return (step + 1) / train.warmup_steps
+        progress = (step - train.warmup_steps) / max(train.num_steps - train.warmup_steps, 1)
+        return 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+
+    return factor
+
+
+class StepClock:
+    """Durations of steps: by the host on CPUs, by device events between steps on GPUs, without a sync a step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._seconds: list[float] = []
+        self._started = 0.0
+
+    def start(self) -> None:
+        """Begin a step."""
+        if self._on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._events.append((event, torch.cuda.Event(enable_timing=True)))
+        self._started = time.perf_counter()
+
+    def stop(self) -> None:
+        """End the step."""
+        if self._on_gpu:
+            self._events[-1][1].record()
+        else:
+            self._seconds.append(time.perf_counter() - self._started)
+
+    def seconds(self) -> list[float]:
+        """Return the duration of every step so far."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+            return [start.elapsed_time(end) / 1e3 for start, end in self._events]
+        return list(self._seconds)
+
+
+def require_finite(loss: float, step: int) -> None:
+    """Stop a run whose loss is not a number.
+
+    Raises:
+        RunError: if `loss` is infinite or not a number.
+    """
+    if not math.isfinite(loss):
+        raise RunError(
+            f"the loss of step {step} is {loss}: lower train.learning_rate or train.max_gradient_norm, or train in fp32"
+        )

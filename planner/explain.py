@@ -1,0 +1,55 @@
+"""Plans in words, and why one lost to another."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from simulator.specs.plan import Exchange, Plan, Recompute
+from simulator.specs.trace import Trace
+from simulator.specs.units import Dimension, format_quantity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breakdown:
+    """Where an epoch's time goes on the mean rank, in seconds."""
+
+    compute_seconds: float
+    communication_seconds: float
+    waiting_seconds: float
+
+
+def description(plan: Plan) -> str:
+    """Return the choices of a plan in words, such as "4 ranks: full graph on 4 (halo), fp32"."""
+    ranks = f"{plan.num_ranks} rank{'s' if plan.num_ranks > 1 else ''}"
+    exchanges = "/".join(Counter(exchange.value for exchange in plan.exchange if exchange is not Exchange.NONE))
+    group = f" on {plan.graph_parallel_degree} ({exchanges})" if plan.graph_parallel_degree > 1 else ""
+    if plan.is_full_graph:
+        batch = f"full graph{group}"
+    else:
+        batch = f"{plan.data_parallel_degree} x {plan.parts_per_batch} of {plan.partition.num_parts} clusters{group}"
+    again = sum(recompute is Recompute.LAYER for recompute in plan.recompute)
+    recompute = f", {again} of {len(plan.recompute)} layers recomputed" if again else ""
+    return f"{ranks}: {batch}, {plan.precision.value}{recompute}"
+
+
+def breakdown(plan: Plan, trace: Trace) -> Breakdown:
+    """Return where the time of an epoch goes, if all its steps were like the trace's."""
+    scale = plan.steps_per_epoch / trace.num_ranks
+    communication = [span for span in trace.spans if span.kind.is_collective]
+    return Breakdown(
+        compute_seconds=scale * sum(span.busy_seconds for span in trace.spans if not span.kind.is_collective),
+        communication_seconds=scale * sum(span.busy_seconds for span in communication),
+        waiting_seconds=scale * sum(span.waiting_seconds for span in communication),
+    )
+
+
+def reason_lost(best: Breakdown, other: Breakdown) -> str:
+    """Return in a clause what another plan spends more of than the best one, each epoch and rank."""
+    more = {
+        "computing": other.compute_seconds - best.compute_seconds,
+        "communicating": other.communication_seconds - best.communication_seconds,
+        "waiting for other ranks": other.waiting_seconds - best.waiting_seconds,
+    }
+    activity, seconds = max(more.items(), key=lambda item: item[1])
+    if seconds <= 0:
+        return "no slower on the mean rank, but its slowest rank is"
+    return f"{format_quantity(seconds, Dimension.SECONDS)} more {activity} on the mean rank in an epoch"

@@ -1,0 +1,168 @@
+"""find_plan(): walk the space, simulate, keep the best."""
+
+import logging
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from planner.bounds import lower_bound_seconds
+from planner.explain import Breakdown, breakdown, description, reason_lost
+from planner.objective import epoch_seconds
+from planner.partition import partition_graph
+from planner.space import candidates
+from simulator.constraints import violations
+from simulator.errors import NoFeasiblePlanError
+from simulator.memory import RankMemory, misfit, peak_memory, total_bytes
+from simulator.readers.graphs import Graph
+from simulator.simulation import Pricing, pricing, simulate_with
+from simulator.specs.calibration import Calibration
+from simulator.specs.cluster import ClusterSpec
+from simulator.specs.decision import PlanFile, Prediction, RankedPlan
+from simulator.specs.document import content_sha256
+from simulator.specs.graph import GraphSpec
+from simulator.specs.model import ModelSpec
+from simulator.specs.plan import PartitionSpec, Plan
+from simulator.specs.search import SearchSpec
+from simulator.specs.train import TrainSpec
+from simulator.workload import lower
+
+logger = logging.getLogger(__name__)
+# Steps of an epoch that are simulated to tell its length; cluster batches differ from step to step.
+_STEPS_LOOKED_AT = 8
+# Trials that give the interval of the chosen plan.
+_TRIALS = 40
+# Runners-up that are told about.
+_RANKED = 10
+
+Partition = Callable[[int], PartitionSpec]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Priced:
+    """A legal candidate that fits, with its simulated steps."""
+
+    plan: Plan
+    step_seconds: tuple[float, ...]
+    epoch_seconds: float
+    breakdown: Breakdown
+    memory: tuple[RankMemory, ...]
+
+
+def find_plan(
+    spec: GraphSpec,
+    graph: Graph,
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    train: TrainSpec,
+    search: SearchSpec,
+    calibration: Calibration,
+    *,
+    folder: Path,
+    on_progress: Callable[[str], None] = logger.info,
+) -> PlanFile:
+    """Return the plan with the shortest predicted epoch, what it was compared with, and why the others lost.
+
+    Args:
+        graph: arrays of `spec`, to be cut into parts.
+        calibration: of the cluster's device.
+        folder: where the plan file will lie; partition files are written into it.
+        on_progress: told what is being done.
+
+    Raises:
+        NoFeasiblePlanError: if no candidate is legal and fits into memory.
+        CalibrationError: if the calibration cannot price the candidates.
+    """
+    cuts: dict[int, PartitionSpec] = {}
+
+    def cut(num_parts: int) -> PartitionSpec:
+        if num_parts not in cuts:
+            on_progress(f"cutting the graph into {num_parts} parts")
+            cuts[num_parts] = partition_graph(graph, num_parts, seed=search.seed, folder=folder)
+        return cuts[num_parts]
+
+    costs = pricing(cluster, calibration)
+    rejected: Counter[str] = Counter()
+    priced = list(_price_all(costs, spec, model, train, search, cut, rejected, on_progress))
+    if not priced:
+        reasons = "; ".join(f"{reason} ({count})" for reason, count in rejected.most_common(3))
+        raise NoFeasiblePlanError(f"no plan is legal and fits on {cluster.name}: {reasons}")
+    # Equal predictions go to the plan on fewer ranks, which came first.
+    priced.sort(key=lambda found: found.epoch_seconds)
+    best, others = priced[0], priced[1:]
+    return PlanFile(
+        graph=spec,
+        model=model,
+        cluster=cluster,
+        train=train,
+        plan=best.plan,
+        prediction=_prediction(costs, spec, model, train, best),
+        ranking=tuple(_ranked(best, other) for other in others[:_RANKED]),
+        rejected=tuple(rejected.most_common()),
+        calibration_sha256=content_sha256(calibration),
+    )
+
+
+def _price_all(
+    costs: Pricing,
+    spec: GraphSpec,
+    model: ModelSpec,
+    train: TrainSpec,
+    search: SearchSpec,
+    cut: Partition,
+    rejected: Counter[str],
+    on_progress: Callable[[str], None],
+) -> Iterator[_Priced]:
+    """Yield the candidates that could win, and count the others by reason."""
+    best_seconds = float("inf")
+    for plan in candidates(model, costs.cluster, search, cut):
+        if found := violations(plan, spec, model, costs.cluster):
+            rejected.update(found[:1])
+            continue
+        steps = range(min(plan.steps_per_epoch, _STEPS_LOOKED_AT))
+        memory = peak_memory(plan, spec, model, costs.cluster, steps=steps, seed=train.seed)
+        if reason := misfit(memory, costs.cluster):
+            rejected[f"does not fit: {reason}"] += 1
+            continue
+        programs = [lower(plan, spec, model, costs.cluster, step=step, seed=train.seed) for step in steps]
+        bound = epoch_seconds(plan, [lower_bound_seconds(costs, program) for program in programs])
+        if bound > 2 * best_seconds:
+            rejected["cannot come within twice the best epoch: its busiest rank alone computes longer"] += 1
+            continue
+        on_progress(f"simulating {description(plan)}")
+        traces = [simulate_with(costs, plan, spec, model, step=step, seed=train.seed) for step in steps]
+        seconds = tuple(trace.median_step_seconds for trace in traces)
+        found_epoch = epoch_seconds(plan, seconds)
+        best_seconds = min(best_seconds, found_epoch)
+        yield _Priced(
+            plan=plan,
+            step_seconds=seconds,
+            epoch_seconds=found_epoch,
+            breakdown=breakdown(plan, traces[0]),
+            memory=memory,
+        )
+
+
+def _prediction(costs: Pricing, spec: GraphSpec, model: ModelSpec, train: TrainSpec, best: _Priced) -> Prediction:
+    trace = simulate_with(costs, best.plan, spec, model, seed=train.seed, trials=_TRIALS)
+    # The trials are of the first step; an epoch's other steps are longer or shorter by their medians.
+    scale = statistics.mean(best.step_seconds) / best.step_seconds[0]
+    p10, p50, p90 = (scale * trace.step_seconds_quantile(ratio) for ratio in (0.1, 0.5, 0.9))
+    return Prediction(
+        p10_step_seconds=p10,
+        p50_step_seconds=p50,
+        p90_step_seconds=p90,
+        epoch_seconds=best.epoch_seconds,
+        peak_memory_bytes=best.memory,
+    )
+
+
+def _ranked(best: _Priced, other: _Priced) -> RankedPlan:
+    return RankedPlan(
+        description=description(other.plan),
+        p50_step_seconds=statistics.mean(other.step_seconds),
+        epoch_seconds=other.epoch_seconds,
+        peak_memory_bytes=max(total_bytes(memory) for memory in other.memory),
+        reason=reason_lost(best.breakdown, other.breakdown),
+    )

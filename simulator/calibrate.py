@@ -1,0 +1,197 @@
+"""Fits costs to measurements: recalibrates a calibration from measured traces."""
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from simulator.collectives import CollectiveCosts
+from simulator.costs import ComputeCosts
+from simulator.errors import CalibrationError
+from simulator.specs.calibration import Calibration, CollectiveSample, ComputeSample
+from simulator.specs.cluster import ClusterSpec
+from simulator.specs.program import Phase, Stream, Task, TaskKind
+from simulator.specs.trace import Span, Trace
+from simulator.specs.units import Dtype
+
+# A correction is the median over spans of log(measured / predicted), so up to half of them may be outliers; it needs
+# at least this many spans.
+_MIN_SPANS = 3
+# Durations below the resolution of the clocks say nothing.
+_SHORTEST_SECONDS = 1e-7
+
+Sample = TypeVar("Sample", ComputeSample, CollectiveSample)
+_ComputeKey = tuple[TaskKind, Phase, Dtype, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredRun:
+    """A measured trace, and a name for the origin of what is learned from it."""
+
+    name: str
+    trace: Trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """How much a cost moved.
+
+    Attributes:
+        label: kind, phase and number format, or kind and number of ranks of a collective.
+        num_spans: that it was learned from.
+        factor: new cost over old, the median over the spans.
+    """
+
+    label: str
+    num_spans: int
+    factor: float
+
+
+def recalibrate(
+    calibration: Calibration, cluster: ClusterSpec, runs: Sequence[MeasuredRun]
+) -> tuple[Calibration, tuple[Correction, ...]]:
+    """Return a calibration whose costs agree with measured traces, and what moved, the most first.
+
+    Each kind's samples are scaled by the median ratio of measured to predicted, then the medians of the measured
+    shapes are added (in place of samples of the same shape). Samples keep the origin that they had, with the factor.
+
+    Args:
+        cluster: on which the runs were made.
+        runs: traces with spans; at least one.
+
+    Raises:
+        CalibrationError: if no run has spans.
+    """
+    if not any(run.trace.spans for run in runs):
+        raise CalibrationError("the measured traces hold no spans: train with trace_steps above 0 in [train]")
+    computes, compute_corrections = _recalibrated_computes(calibration, cluster, runs)
+    collectives, collective_corrections = _recalibrated_collectives(calibration, cluster, runs)
+    corrections = sorted(
+        [*compute_corrections, *collective_corrections], key=lambda found: -abs(math.log(found.factor))
+    )
+    return replace(calibration, computes=computes, collectives=collectives), tuple(corrections)
+
+
+def _recalibrated_computes(
+    calibration: Calibration, cluster: ClusterSpec, runs: Sequence[MeasuredRun]
+) -> tuple[tuple[ComputeSample, ...], list[Correction]]:
+    spans: dict[_ComputeKey, dict[tuple[int, ...], list[Span]]] = defaultdict(lambda: defaultdict(list))
+    names: dict[tuple[_ComputeKey, tuple[int, ...]], str] = {}
+    for run in runs:
+        busy = min(run.trace.num_ranks, cluster.devices_per_host)
+        for span in run.trace.spans:
+            if not span.kind.is_collective and span.busy_seconds > _SHORTEST_SECONDS:
+                phase: Phase = Phase.FORWARD if span.phase is Phase.RECOMPUTE else span.phase
+                key = (span.kind, phase, span.dtype, busy)
+                spans[key][span.shape].append(span)
+                names[key, span.shape] = run.name
+    samples = list(calibration.computes)
+    corrections = []
+    for key, by_shape in sorted(spans.items()):
+        kind, phase, dtype, busy = key
+        costs = ComputeCosts(calibration, busy_devices=busy)
+        ratios = [
+            span.busy_seconds / costs.price(_task(kind, phase, dtype, shape)).device_seconds
+            for shape, found in by_shape.items()
+            for span in found
+        ]
+        if len(ratios) < _MIN_SPANS:
+            continue
+        factor = statistics.median(ratios)
+        corrections.append(Correction(label=f"{kind} {phase} {dtype}", num_spans=len(ratios), factor=factor))
+        group = _nearest_group(samples, key)
+        host_seconds = statistics.median(sample.host_seconds for sample in group)
+        measured = [
+            _sample_of_spans(key, shape, found, host_seconds, names[key, shape]) for shape, found in by_shape.items()
+        ]
+        scaled = [
+            _scaled(replace(sample, busy_devices=busy), factor) for sample in group if sample.shape not in by_shape
+        ]
+        replaced = {id(sample) for sample in group if sample.busy_devices == busy}
+        samples = [sample for sample in samples if id(sample) not in replaced] + scaled + measured
+    return tuple(samples), corrections
+
+
+def _nearest_group(samples: Sequence[ComputeSample], key: _ComputeKey) -> list[ComputeSample]:
+    """Return the samples of a kind under the number of busy devices that is nearest to the key's."""
+    kind, phase, dtype, busy = key
+    found = [sample for sample in samples if (sample.kind, sample.phase, sample.dtype) == (kind, phase, dtype)]
+    nearest = min({sample.busy_devices for sample in found}, key=lambda count: (abs(math.log(count / busy)), count))
+    return [sample for sample in found if sample.busy_devices == nearest]
+
+
+def _sample_of_spans(
+    key: _ComputeKey, shape: tuple[int, ...], spans: Sequence[Span], host_seconds: float, name: str
+) -> ComputeSample:
+    kind, phase, dtype, busy = key
+    ordered = sorted(span.busy_seconds for span in spans)
+    return ComputeSample(
+        kind=kind,
+        phase=phase,
+        dtype=dtype,
+        shape=shape,
+        busy_devices=busy,
+        seconds=statistics.median(ordered),
+        low_seconds=ordered[len(ordered) // 10],
+        high_seconds=ordered[-1 - len(ordered) // 10],
+        host_seconds=host_seconds,
+        origin=f"trace {name}",
+    )
+
+
+def _recalibrated_collectives(
+    calibration: Calibration, cluster: ClusterSpec, runs: Sequence[MeasuredRun]
+) -> tuple[tuple[CollectiveSample, ...], list[Correction]]:
+    costs = CollectiveCosts(cluster, calibration)
+    ratios: dict[tuple[TaskKind, int], list[float]] = defaultdict(list)
+    for run in runs:
+        for tasks, seconds in _measured_collectives(run):
+            predicted = costs.price(tasks)
+            flow_seconds = max((flow.num_bytes / flow.max_bytes_per_second for flow in predicted.flows), default=0.0)
+            ratios[tasks[0].kind, len(tasks)].append(seconds / (predicted.latency_seconds + flow_seconds))
+    samples = list(calibration.collectives)
+    corrections = []
+    for (kind, num_ranks), found in sorted(ratios.items()):
+        if len(found) < _MIN_SPANS:
+            continue
+        factor = statistics.median(found)
+        corrections.append(Correction(label=f"{kind} on {num_ranks} ranks", num_spans=len(found), factor=factor))
+        samples = [
+            _scaled(sample, factor) if (sample.kind, sample.num_ranks) == (kind, num_ranks) else sample
+            for sample in samples
+        ]
+    return tuple(samples), corrections
+
+
+def _measured_collectives(run: MeasuredRun) -> list[tuple[tuple[Task, ...], float]]:
+    """Return the tasks of each measured collective and the seconds from its last arrival to its end."""
+    meetings: dict[tuple[int, str, tuple[int, ...]], list[Span]] = defaultdict(list)
+    for span in run.trace.spans:
+        if span.kind.is_collective:
+            meetings[span.step, span.name, span.group].append(span)
+    found = []
+    for (_, _, group), spans in meetings.items():
+        seconds = statistics.median(span.busy_seconds for span in spans)
+        if len(spans) == len(group) and seconds > _SHORTEST_SECONDS:
+            tasks = tuple(
+                _task(span.kind, span.phase, span.dtype, span.shape, group=group)
+                for span in sorted(spans, key=lambda span: span.rank)
+            )
+            found.append((tasks, seconds))
+    return found
+
+
+def _scaled(sample: Sample, factor: float) -> Sample:
+    return replace(
+        sample,
+        seconds=sample.seconds * factor,
+        low_seconds=sample.low_seconds * factor,
+        high_seconds=sample.high_seconds * factor,
+        origin=f"{sample.origin} x {factor:.3f}",
+    )
+
+
+def _task(kind: TaskKind, phase: Phase, dtype: Dtype, shape: tuple[int, ...], group: tuple[int, ...] = ()) -> Task:
+    return Task(name="", kind=kind, phase=phase, shape=shape, dtype=dtype, stream=Stream.COMPUTE, group=group)

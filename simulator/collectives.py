@@ -1,0 +1,174 @@
+"""Flows and seconds of one collective on a group.
+
+Inside one host with a calibration, a collective's time is what was measured for its kind and number of ranks,
+interpolated in log space over bytes. Elsewhere it is a latency and the bytes that cross the busiest port, by the
+formulas of ring algorithms. Either way the bytes are flows, so collectives that run at once share ports.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from simulator.specs.calibration import Calibration, CollectiveSample
+from simulator.specs.cluster import ClusterSpec
+from simulator.specs.cost import CollectiveCost, Flow, Port
+from simulator.specs.program import Task, TaskKind
+
+DEVICE_OUT, DEVICE_IN, HOST_OUT, HOST_IN = "device_out", "device_in", "host_out", "host_in"
+_Curve = list[CollectiveSample]
+
+
+def port_capacities(cluster: ClusterSpec) -> dict[Port, float]:
+    """Return the rate of each port: every device's to its host, every host's network cards taken together."""
+    device_rate = cluster.device_link.bandwidth_bytes_per_second
+    host_rate = cluster.host_link.bandwidth_bytes_per_second * cluster.devices_per_host
+    ports: dict[Port, float] = {}
+    for device in range(cluster.num_devices):
+        ports[DEVICE_OUT, device] = ports[DEVICE_IN, device] = device_rate
+    for host in range(cluster.num_hosts):
+        ports[HOST_OUT, host] = ports[HOST_IN, host] = host_rate
+    return ports
+
+
+class CollectiveCosts:
+    """Prices collectives of a cluster.
+
+    Args:
+        calibration: measured curves; None for formulas alone.
+    """
+
+    def __init__(self, cluster: ClusterSpec, calibration: Calibration | None) -> None:
+        self._cluster = cluster
+        self._curves: dict[tuple[TaskKind, int], _Curve] = defaultdict(list)
+        for sample in calibration.collectives if calibration else ():
+            self._curves[sample.kind, sample.num_ranks].append(sample)
+        for curve in self._curves.values():
+            curve.sort(key=lambda sample: sample.num_bytes)
+
+    def price(self, tasks: tuple[Task, ...]) -> CollectiveCost:
+        """Return what a collective costs once all have arrived.
+
+        Args:
+            tasks: of the group's ranks, in the group's order; all the same but for their bytes.
+        """
+        group = tasks[0].group
+        hosts = {self._cluster.host_of(rank) for rank in group}
+        curve = self._nearest_curve(tasks[0].kind, len(group)) if len(hosts) == 1 else []
+        if not curve:
+            return self._by_formula(tasks, spans_hosts=len(hosts) > 1)
+        kind = tasks[0].kind
+        num_ranks = curve[0].num_ranks
+        # A measured curve of another number of ranks serves for the bytes that each rank's port carries.
+        factor = _wire_ratio(kind, len(group)) / _wire_ratio(kind, num_ranks)
+        num_bytes = _priced_bytes(tasks) * factor
+        seconds = _interpolate(curve, num_bytes)
+        latency = min(curve[0].seconds, seconds)
+        host_seconds = float(np.median([sample.host_seconds for sample in curve]))
+        return CollectiveCost(
+            host_seconds=host_seconds,
+            latency_seconds=latency,
+            flows=self._flows(tasks, seconds - latency, spans_hosts=False),
+        )
+
+    def log_spread(self, task: Task) -> float:
+        """Return the half-width of the cost's deciles, as a logarithm; 0 where nothing was measured."""
+        curve = self._nearest_curve(task.kind, len(task.group))
+        if not curve:
+            return 0.0
+        return float(np.median([0.5 * math.log(sample.high_seconds / sample.low_seconds) for sample in curve]))
+
+    def _nearest_curve(self, kind: TaskKind, num_ranks: int) -> _Curve:
+        measured = [ranks for (found, ranks) in self._curves if found is kind]
+        if not measured:
+            return []
+        return self._curves[kind, min(measured, key=lambda ranks: (abs(math.log(ranks / num_ranks)), ranks))]
+
+    def _by_formula(self, tasks: tuple[Task, ...], *, spans_hosts: bool) -> CollectiveCost:
+        link = self._cluster.host_link if spans_hosts else self._cluster.device_link
+        wire_bytes = _priced_bytes(tasks) * _wire_ratio(tasks[0].kind, len(tasks))
+        seconds = wire_bytes / self._cluster.device_link.bandwidth_bytes_per_second
+        return CollectiveCost(
+            host_seconds=0.0,
+            latency_seconds=link.latency_seconds if len(tasks) > 1 else 0.0,
+            flows=self._flows(tasks, seconds, spans_hosts=spans_hosts),
+        )
+
+    def _flows(self, tasks: tuple[Task, ...], seconds: float, *, spans_hosts: bool) -> tuple[Flow, ...]:
+        """Return one flow a device, in and out together, that alone takes `seconds`, and one a host."""
+        if seconds <= 0 or len(tasks) == 1:
+            return ()
+        group = tasks[0].group
+        rate = self._cluster.device_link.bandwidth_bytes_per_second
+        flows = [
+            Flow(num_bytes=seconds * rate, ports=((DEVICE_OUT, rank), (DEVICE_IN, rank)), max_bytes_per_second=rate)
+            for rank in group
+        ]
+        return (*flows, *self._host_flows(tasks)) if spans_hosts else tuple(flows)
+
+    def _host_flows(self, tasks: tuple[Task, ...]) -> list[Flow]:
+        """Return the bytes that leave and enter each host; rings cross a host's boundary once for all its ranks."""
+        group = tasks[0].group
+        host_rate = self._cluster.host_link.bandwidth_bytes_per_second * self._cluster.devices_per_host
+        flows = []
+        for host in sorted({self._cluster.host_of(rank) for rank in group}):
+            members = [index for index, rank in enumerate(group) if self._cluster.host_of(rank) == host]
+            sent = _bytes_leaving(tasks, members)
+            if sent > 0:
+                ports = ((HOST_OUT, host), (HOST_IN, host))
+                # A rank reaches only its own network card's rate.
+                rate = min(host_rate, self._cluster.host_link.bandwidth_bytes_per_second * len(members))
+                flows.append(Flow(num_bytes=sent, ports=ports, max_bytes_per_second=rate))
+        return flows
+
+
+def _priced_bytes(tasks: Sequence[Task]) -> float:
+    """Return the bytes that a collective's time follows: of an all-to-all, the busiest rank's, sent or received."""
+    if tasks[0].kind is not TaskKind.ALL_TO_ALL:
+        return float(max(task.num_bytes for task in tasks))
+    sent = [task.num_bytes for task in tasks]
+    received = [sum(task.shape[index] for task in tasks) for index in range(len(tasks))]
+    return float(max(*sent, *received))
+
+
+def _wire_ratio(kind: TaskKind, num_ranks: int) -> float:
+    """Return the bytes through a rank's port over the bytes that it gives to the call.
+
+    Source: bus bandwidth factors of NVIDIA's nccl-tests (doc/PERFORMANCE.md), for ring algorithms.
+    """
+    p = num_ranks
+    match kind:
+        case TaskKind.ALL_REDUCE:
+            return 2 * (p - 1) / p
+        case TaskKind.ALL_GATHER:
+            return p - 1.0
+        case TaskKind.REDUCE_SCATTER:
+            return (p - 1) / p
+        case _:
+            return 1.0  # an all-to-all's bytes are counted without a rank's own share
+
+
+def _bytes_leaving(tasks: Sequence[Task], members: Sequence[int]) -> float:
+    """Return the bytes that go from some ranks of a group to the others, the larger of out and in."""
+    kind = tasks[0].kind
+    if kind is TaskKind.ALL_TO_ALL:
+        others = [index for index in range(len(tasks)) if index not in set(members)]
+        out = sum(tasks[member].shape[other] for member in members for other in others)
+        back = sum(tasks[other].shape[member] for member in members for other in others)
+        return float(max(out, back))
+    if len(members) == len(tasks):
+        return 0.0
+    # One ring through all ranks enters and leaves each host once a channel: what a single rank's port carries.
+    return max(task.num_bytes for task in tasks) * _wire_ratio(kind, len(tasks))
+
+
+def _interpolate(curve: _Curve, num_bytes: float) -> float:
+    """Return seconds, piecewise linear in log bytes and log seconds; beyond the last point time follows bytes."""
+    sizes = [sample.num_bytes for sample in curve]
+    seconds = np.maximum.accumulate([sample.seconds for sample in curve])  # more bytes never take less time
+    if num_bytes <= sizes[0]:
+        return float(seconds[0])
+    if num_bytes >= sizes[-1]:
+        return float(seconds[-1] * num_bytes / sizes[-1])
+    return math.exp(float(np.interp(math.log(num_bytes), np.log(sizes), np.log(seconds))))

@@ -1,0 +1,68 @@
+"""Why a plan cannot run here, in sentences."""
+
+from simulator.specs.cluster import ClusterSpec
+from simulator.specs.graph import GraphSpec
+from simulator.specs.model import ModelSpec
+from simulator.specs.plan import Exchange, Plan
+
+
+def violations(plan: Plan, graph: GraphSpec, model: ModelSpec, cluster: ClusterSpec) -> list[str]:
+    """Say why `plan` cannot train `model` on `graph` here, one sentence a reason; empty if it can.
+
+    Memory is not judged here but by `simulator/memory.py`.
+    """
+    return [*_mesh_violations(plan, graph, cluster), *_batch_violations(plan), *_layer_violations(plan, model)]
+
+
+def _mesh_violations(plan: Plan, graph: GraphSpec, cluster: ClusterSpec) -> list[str]:
+    found = []
+    if plan.num_ranks > cluster.num_devices:
+        found.append(
+            f"{plan.num_ranks=} must not exceed {cluster.num_devices=}: lower data_parallel_degree or "
+            "graph_parallel_degree"
+        )
+    num_nodes = sum(part.num_nodes for part in plan.partition.parts)
+    if num_nodes != graph.num_nodes:
+        found.append(f"the parts of the plan own {num_nodes} nodes, but {graph.num_nodes=}: partition this graph again")
+    num_edges = sum(part.num_edges for part in plan.partition.parts)
+    if num_edges != graph.num_edges:
+        found.append(
+            f"the parts of the plan hold {num_edges} edges, but {graph.num_edges=}: partition this graph again"
+        )
+    return found
+
+
+def _batch_violations(plan: Plan) -> list[str]:
+    found = []
+    if plan.graph_parallel_degree > 1 and plan.parts_per_batch != plan.graph_parallel_degree:
+        found.append(
+            f"{plan.parts_per_batch=} must equal {plan.graph_parallel_degree=}: each rank of a graph group trains on "
+            "one part"
+        )
+    if plan.is_full_graph and plan.data_parallel_degree > 1:
+        found.append(
+            f"{plan.data_parallel_degree=} must be 1 when parts_per_batch takes all {plan.partition.num_parts} parts: "
+            "replicas would repeat the same work; use graph_parallel_degree or more parts"
+        )
+    parts_per_step = plan.parts_per_batch * plan.data_parallel_degree
+    if parts_per_step > plan.partition.num_parts:
+        found.append(
+            f"data_parallel_degree * parts_per_batch = {parts_per_step} must not exceed "
+            f"{plan.partition.num_parts=}: cut the graph into more parts"
+        )
+    return found
+
+
+def _layer_violations(plan: Plan, model: ModelSpec) -> list[str]:
+    found = []
+    if len(plan.exchange) != model.num_layers:
+        found.append(f"exchange has {len(plan.exchange)} entries, but {model.num_layers=}: give one for each layer")
+    several = plan.graph_parallel_degree > 1
+    for index, exchange in enumerate(plan.exchange):
+        if several and exchange is Exchange.NONE:
+            found.append(
+                f"exchange[{index}] must not be none when {plan.graph_parallel_degree=}: use halo or all_gather"
+            )
+        if not several and exchange is not Exchange.NONE:
+            found.append(f"exchange[{index}] must be none when {plan.graph_parallel_degree=}, got {exchange}")
+    return found

@@ -1,0 +1,125 @@
+"""Peak bytes of each rank, and where they go."""
+
+import math
+from collections.abc import Sequence
+
+from simulator.specs.cluster import ClusterSpec, DeviceKind
+from simulator.specs.graph import GraphSpec
+from simulator.specs.model import EdgeBias, ModelSpec
+from simulator.specs.plan import Exchange, Plan, Recompute
+from simulator.workload import PARAMETER_BYTES, RankWork, num_input_columns, num_parameters, rank_work
+
+INDEX_BYTES = 8  # torch's indices are int64
+SCORE_BYTES = 4  # softmax is fp32
+# Beside torch's allocator: CUDA context and NCCL buffers hold 2.5 GB on an H200 with torch 2.11 (DESIGN.md section 7);
+# a process with torch, PyG and SciPy imported holds about 0.5 GB on a CPU (resident size before the first tensor).
+CONTEXT_BYTES = {DeviceKind.CUDA: 2_500_000_000, DeviceKind.CPU: 500_000_000}
+
+RankMemory = tuple[tuple[str, int], ...]  # category and bytes
+
+
+def peak_memory(
+    plan: Plan, graph: GraphSpec, model: ModelSpec, cluster: ClusterSpec, *, steps: Sequence[int] = (0,), seed: int = 0
+) -> tuple[RankMemory, ...]:
+    """Return where each rank's bytes go at its peak, over the given steps and the evaluation between them.
+
+    Args:
+        steps: training steps to look at; cluster batches differ.
+        seed: `TrainSpec.seed`, which orders the cluster batches.
+    """
+    by_step = [rank_work(plan, step=step, seed=seed) for step in steps]
+    found = []
+    for rank in range(plan.num_ranks):
+        candidates = [_rank_memory(plan, graph, model, cluster, works[rank]) for works in by_step]
+        found.append(max(candidates, key=total_bytes))
+    return tuple(found)
+
+
+def total_bytes(memory: RankMemory) -> int:
+    """Return the sum over categories."""
+    return sum(num_bytes for _, num_bytes in memory)
+
+
+def misfit(plan_memory: Sequence[RankMemory], cluster: ClusterSpec) -> str:
+    """Return in a sentence why the fullest rank does not fit its device; empty if all fit."""
+    rank = max(range(len(plan_memory)), key=lambda index: total_bytes(plan_memory[index]))
+    need, have = total_bytes(plan_memory[rank]), cluster.device.memory_bytes
+    if need <= have:
+        return ""
+    largest = sorted(plan_memory[rank], key=lambda pair: -pair[1])[:2]
+    parts = " and ".join(f"{name} {num_bytes / 2**30:.1f} GiB" for name, num_bytes in largest)
+    return f"rank {rank} needs {need / 2**30:.1f} GiB of {have / 2**30:.1f} GiB, most of it {parts}"
+
+
+def _rank_memory(plan: Plan, graph: GraphSpec, model: ModelSpec, cluster: ClusterSpec, work: RankWork) -> RankMemory:
+    parameters = num_parameters(graph, model) * PARAMETER_BYTES
+    layers = range(model.num_layers)
+    kept = [_layer_bytes(plan, model, work, plan.exchange[layer]) for layer in layers]
+    saved = [
+        kept[layer] if plan.recompute[layer] is Recompute.NONE else work.num_rows * model.width * _size(plan)
+        for layer in layers
+    ]
+    # While a layer is computed again, all that it saves is there once more.
+    again = max((kept[layer] for layer in layers if plan.recompute[layer] is Recompute.LAYER), default=0)
+    return (
+        ("parameters", parameters),
+        ("gradients", parameters),
+        ("optimizer", 2 * parameters),
+        ("inputs", _input_bytes(plan, graph, model, work) * (1 if plan.is_full_graph else _resident_batches(plan))),
+        ("activations", sum(saved) + _head_bytes(plan, graph, model, work)),
+        ("workspace", again + max(_workspace_bytes(plan, model, work, exchange) for exchange in plan.exchange)),
+        ("context", CONTEXT_BYTES[cluster.device.kind]),
+    )
+
+
+def _size(plan: Plan) -> int:
+    return plan.precision.num_bytes
+
+
+def _resident_batches(plan: Plan) -> int:
+    """Return how many cluster batches a rank keeps on its device: up to one a part, as the executor does."""
+    return plan.partition.num_parts
+
+
+def _input_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec, work: RankWork) -> int:
+    dense = work.num_rows * num_input_columns(graph, model) * _size(plan)
+    # CSR and its transpose: an index and a number an entry, twice.
+    sparse = 2 * work.num_feature_entries * (INDEX_BYTES + 4)
+    layouts = len(set(plan.exchange))
+    edges = work.num_edges * INDEX_BYTES * (2 * layouts + (model.edge_bias is not EdgeBias.NONE))
+    return dense + sparse + edges + 4 * work.num_rows * INDEX_BYTES
+
+
+def _layer_bytes(plan: Plan, model: ModelSpec, work: RankWork, exchange: Exchange) -> int:
+    """Return what autograd saves of one layer.
+
+    Of rows times width: two layer inputs, two norm outputs and the attention's output, its fp32 sums, and two
+    dropout masks of a byte. Of rows times the feed-forward width: the activation's input and output. Of edges times
+    width: gathered queries, keys and values; of edges times heads: exponentials.
+    """
+    rows, width, size = work.num_rows, model.width, _size(plan)
+    masks = 2 * rows * width * (model.dropout_ratio > 0)
+    dense = rows * (5 * width + 2 * model.feed_forward_width) * size + rows * width * SCORE_BYTES + masks
+    attention = work.num_edges * (3 * width * size + model.num_heads * SCORE_BYTES)
+    del exchange
+    return dense + attention
+
+
+def _workspace_bytes(plan: Plan, model: ModelSpec, work: RankWork, exchange: Exchange) -> int:
+    """Return what the largest task holds beside what is saved: the backward pass of attention.
+
+    Gradients of messages and of the gathered rows of edges times width, and of queries, keys and values of rows.
+    """
+    sources = work.num_source_rows(exchange)
+    edges = work.num_edges * model.width * (SCORE_BYTES + 2 * _size(plan))
+    return edges + (work.num_rows + 2 * sources) * model.width * SCORE_BYTES
+
+
+def _head_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec, work: RankWork) -> int:
+    rows, classes = work.num_rows, graph.num_classes
+    return rows * (2 * model.width + classes) * _size(plan) + 3 * work.num_train_rows * classes * SCORE_BYTES
+
+
+def gibibytes(num_bytes: int) -> float:
+    """Return GiB, rounded to a hundredth."""
+    return math.ceil(num_bytes / 2**30 * 100) / 100

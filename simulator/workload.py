@@ -1,0 +1,345 @@
+"""Lowers graph, model and plan to a Program.
+
+What is lowered here is what `executor/` runs: same names, shapes and bytes, which `tests/conformance` checks.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from simulator.specs.cluster import ClusterSpec, DeviceKind
+from simulator.specs.graph import GraphSpec
+from simulator.specs.model import NUM_DEGREE_BUCKETS, EdgeBias, ModelSpec
+from simulator.specs.plan import Exchange, Plan, Recompute, batch_parts
+from simulator.specs.program import Phase, Program, Stream, Task, TaskKind, task_name
+from simulator.specs.units import Dtype
+
+PARAMETER_BYTES = 4  # parameters, gradients and optimizer state are fp32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankWork:
+    """How much of the graph one rank holds in one step.
+
+    Attributes:
+        num_rows: nodes that it owns.
+        num_edges: edges into them from nodes of its batch.
+        num_feature_entries: stored entries of their sparse features.
+        num_train_rows: of its nodes, those that the loss uses.
+        rows_to: rows that it sends to each rank of its graph group in a halo exchange.
+        rows_from: rows that it receives from each.
+        max_rows: owned nodes of the largest rank of its group.
+    """
+
+    num_rows: int
+    num_edges: int
+    num_feature_entries: int
+    num_train_rows: int
+    rows_to: tuple[int, ...]
+    rows_from: tuple[int, ...]
+    max_rows: int
+
+    def num_source_rows(self, exchange: Exchange) -> int:
+        """Return how many rows of keys and values the rank attends to under an exchange."""
+        match exchange:
+            case Exchange.NONE:
+                return self.num_rows
+            case Exchange.HALO:
+                return self.num_rows + sum(self.rows_from)
+            case Exchange.ALL_GATHER:
+                return self.max_rows * len(self.rows_to)
+
+
+def rank_work(plan: Plan, *, step: int, seed: int) -> tuple[RankWork, ...]:
+    """Return what each rank holds in a training step."""
+    batches = batch_parts(plan, step=step, seed=seed)
+    return tuple(
+        _work_of_rank(plan, batches[rank // plan.graph_parallel_degree], rank % plan.graph_parallel_degree)
+        for rank in range(plan.num_ranks)
+    )
+
+
+def owned_parts(plan: Plan, batch: tuple[int, ...], graph_rank: int) -> tuple[int, ...]:
+    """Return the parts of a batch that one rank of a graph group owns; none at the end of an epoch."""
+    if plan.graph_parallel_degree == 1:
+        return batch
+    return batch[graph_rank : graph_rank + 1]
+
+
+def _work_of_rank(plan: Plan, batch: tuple[int, ...], graph_rank: int) -> RankWork:
+    parts = plan.partition.parts
+    mine = owned_parts(plan, batch, graph_rank)
+    others = [owned_parts(plan, batch, other) for other in range(plan.graph_parallel_degree)]
+    return RankWork(
+        num_rows=sum(parts[part].num_nodes for part in mine),
+        num_edges=sum(parts[part].edges_from[source] for part in mine for source in batch),
+        num_feature_entries=sum(parts[part].num_feature_entries for part in mine),
+        num_train_rows=sum(parts[part].num_train_nodes for part in mine),
+        # A graph group has one part a rank, so the halo of a pair of ranks is that of a pair of parts.
+        rows_to=tuple(_halo_rows(plan, source=mine, target=other) for other in others),
+        rows_from=tuple(_halo_rows(plan, source=other, target=mine) for other in others),
+        max_rows=max(sum(parts[part].num_nodes for part in other) for other in others),
+    )
+
+
+def _halo_rows(plan: Plan, *, source: tuple[int, ...], target: tuple[int, ...]) -> int:
+    if source == target:
+        return 0
+    return sum(plan.partition.parts[part].halo_rows_from[other] for part in target for other in source)
+
+
+def num_input_columns(graph: GraphSpec, model: ModelSpec) -> int:
+    """Return the columns of the dense input; encodings join the features unless those are sparse."""
+    return model.num_encodings if graph.has_sparse_features else graph.num_features + model.num_encodings
+
+
+def parameter_shapes(graph: GraphSpec, model: ModelSpec) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Return name and shape of every parameter, in the order in which the executor registers them."""
+    width = model.width
+    shapes: list[tuple[str, tuple[int, ...]]] = []
+
+    def linear(name: str, columns_in: int, columns_out: int) -> None:
+        shapes.extend([(f"{name}.weight", (columns_out, columns_in)), (f"{name}.bias", (columns_out,))])
+
+    def norm(name: str) -> None:
+        shapes.extend([(f"{name}.weight", (width,)), (f"{name}.bias", (width,))])
+
+    if graph.has_sparse_features:
+        shapes.append(("input.features", (graph.num_features, width)))
+    if num_input_columns(graph, model):
+        linear("input.linear", num_input_columns(graph, model), width)
+    for index in range(model.num_layers):
+        layer = f"layer{index}"
+        if model.edge_bias is EdgeBias.DEGREE:
+            shapes.append((f"{layer}.edge_bias", (NUM_DEGREE_BUCKETS, model.num_heads)))
+        norm(f"{layer}.attention_norm")
+        shapes.append((f"{layer}.query_key_value.weight", (3 * width, width)))
+        linear(f"{layer}.attention_output", width, width)
+        norm(f"{layer}.feed_forward_norm")
+        linear(f"{layer}.feed_forward_up", width, model.feed_forward_width)
+        linear(f"{layer}.feed_forward_down", model.feed_forward_width, width)
+    norm("head.norm")
+    linear("head.linear", width, graph.num_classes)
+    return tuple(shapes)
+
+
+def num_parameters(graph: GraphSpec, model: ModelSpec) -> int:
+    """Return the numbers that the optimizer updates."""
+    return sum(math.prod(shape) for _, shape in parameter_shapes(graph, model))
+
+
+def gradient_buckets(sizes: Sequence[int], bucket_bytes: int) -> tuple[int, ...]:
+    """Return how many of the parameters each gradient bucket takes, in the order given.
+
+    A bucket is closed when the next parameter would take it past `bucket_bytes`.
+
+    Args:
+        sizes: elements of each parameter, in the order in which the buckets are filled.
+        bucket_bytes: about how large a bucket may grow; a larger parameter has a bucket of its own.
+    """
+    counts: list[int] = []
+    filled = 0
+    for size in sizes:
+        if counts and filled + size * PARAMETER_BYTES <= bucket_bytes:
+            counts[-1] += 1
+            filled += size * PARAMETER_BYTES
+        else:
+            counts.append(1)
+            filled = size * PARAMETER_BYTES
+    return tuple(counts)
+
+
+def lower(
+    plan: Plan, graph: GraphSpec, model: ModelSpec, cluster: ClusterSpec, *, step: int = 0, seed: int = 0
+) -> Program:
+    """Return the tasks of every rank in one training step.
+
+    Args:
+        step: which step; cluster batches differ from step to step.
+        seed: `TrainSpec.seed`, which orders the cluster batches.
+    """
+    works = rank_work(plan, step=step, seed=seed)
+    on_cpu = cluster.device.kind is DeviceKind.CPU
+    return Program(
+        tasks=tuple(
+            _RankLowering(plan=plan, graph=graph, model=model, work=work, rank=rank, blocks_host=on_cpu).tasks_of_step()
+            for rank, work in enumerate(works)
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Operation:
+    """A forward task and what its backward pass is."""
+
+    name: str
+    kind: TaskKind
+    shape: tuple[int, ...]
+    backward_kind: TaskKind
+    backward_shape: tuple[int, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class _RankLowering:
+    """Collects the tasks of one rank in program order."""
+
+    plan: Plan
+    graph: GraphSpec
+    model: ModelSpec
+    work: RankWork
+    rank: int
+    blocks_host: bool
+    tasks: list[Task] = field(default_factory=list)
+
+    def tasks_of_step(self) -> tuple[Task, ...]:
+        """Return forward, backward and update of this rank."""
+        layers = [self._layer(index) for index in range(self.model.num_layers)]
+        for operation in [*self._input(), *(operation for layer in layers for operation in layer), *self._head()]:
+            self._add_forward(operation, Phase.FORWARD)
+        for operation in reversed(self._head()):
+            self._add_backward(operation)
+        for index in reversed(range(self.model.num_layers)):
+            if self.plan.recompute[index] is Recompute.LAYER:
+                for operation in layers[index]:
+                    self._add_forward(operation, Phase.RECOMPUTE)
+            for operation in reversed(layers[index]):
+                self._add_backward(operation)
+        for operation in reversed(self._input()):
+            self._add_backward(operation)
+        self._add_update()
+        return tuple(self.tasks)
+
+    def _input(self) -> list[_Operation]:
+        rows, width = self.work.num_rows, self.model.width
+        found = []
+        if columns := num_input_columns(self.graph, self.model):
+            found.append(_same("input.linear", TaskKind.INPUT_LINEAR, (rows, columns, width)))
+        if self.graph.has_sparse_features:
+            shape = (rows, self.work.num_feature_entries, self.graph.num_features, width)
+            found.append(_same("input.features", TaskKind.SPARSE_LINEAR, shape))
+            if num_input_columns(self.graph, self.model):
+                found.append(_same("input.sum", TaskKind.RESIDUAL, (rows, width)))
+        return [*found, *self._dropout("input.dropout")]
+
+    def _layer(self, index: int) -> list[_Operation]:
+        work, model, layer = self.work, self.model, f"layer{index}"
+        rows, width = work.num_rows, model.width
+        exchange = self.plan.exchange[index]
+        sources = work.num_source_rows(exchange)
+        attention_shape = (rows, sources, work.num_edges, model.num_heads, model.head_size)
+        bias = []
+        if model.edge_bias is EdgeBias.DEGREE:
+            bias = [_same(f"{layer}.edge_bias", TaskKind.EDGE_BIAS, (work.num_edges, model.num_heads))]
+        return [
+            _same(f"{layer}.attention_norm", TaskKind.LAYER_NORM, (rows, width)),
+            _same(f"{layer}.query_key_value", TaskKind.PROJECTION, (rows, width, 3 * width)),
+            *self._exchange(layer, exchange),
+            *bias,
+            _same(f"{layer}.attention", TaskKind.ATTENTION, attention_shape),
+            _same(f"{layer}.attention_output", TaskKind.LINEAR, (rows, width, width)),
+            *self._dropout(f"{layer}.attention_dropout"),
+            _same(f"{layer}.attention_residual", TaskKind.RESIDUAL, (rows, width)),
+            _same(f"{layer}.feed_forward_norm", TaskKind.LAYER_NORM, (rows, width)),
+            _same(f"{layer}.feed_forward_up", TaskKind.LINEAR, (rows, width, model.feed_forward_width)),
+            _same(f"{layer}.feed_forward_activation", TaskKind.GELU, (rows, model.feed_forward_width)),
+            _same(f"{layer}.feed_forward_down", TaskKind.LINEAR, (rows, model.feed_forward_width, width)),
+            *self._dropout(f"{layer}.feed_forward_dropout"),
+            _same(f"{layer}.feed_forward_residual", TaskKind.RESIDUAL, (rows, width)),
+        ]
+
+    def _head(self) -> list[_Operation]:
+        rows, classes = self.work.num_rows, self.graph.num_classes
+        return [
+            _same("head.norm", TaskKind.LAYER_NORM, (rows, self.model.width)),
+            _same("head.linear", TaskKind.LINEAR, (rows, self.model.width, classes)),
+            _same("loss", TaskKind.LOSS, (rows, self.work.num_train_rows, classes)),
+        ]
+
+    def _dropout(self, name: str) -> list[_Operation]:
+        if self.model.dropout_ratio == 0:
+            return []
+        return [_same(name, TaskKind.DROPOUT, (self.work.num_rows, self.model.width))]
+
+    def _exchange(self, layer: str, exchange: Exchange) -> list[_Operation]:
+        columns = 2 * self.model.width  # keys and values travel as one row
+        row_bytes = columns * self.plan.precision.num_bytes
+        work = self.work
+        match exchange:
+            case Exchange.NONE:
+                return []
+            case Exchange.HALO:
+                pack_shape = (work.num_rows, sum(work.rows_to), columns)
+                return [
+                    _same(f"{layer}.pack", TaskKind.HALO_PACK, pack_shape),
+                    _Operation(
+                        name=f"{layer}.exchange",
+                        kind=TaskKind.ALL_TO_ALL,
+                        shape=tuple(rows * row_bytes for rows in work.rows_to),
+                        backward_kind=TaskKind.ALL_TO_ALL,
+                        backward_shape=tuple(rows * row_bytes for rows in work.rows_from),
+                    ),
+                ]
+            case Exchange.ALL_GATHER:
+                gathered_bytes = work.max_rows * row_bytes
+                return [
+                    _same(f"{layer}.pack", TaskKind.PAD_ROWS, (work.num_rows, work.max_rows, columns)),
+                    _Operation(
+                        name=f"{layer}.exchange",
+                        kind=TaskKind.ALL_GATHER,
+                        shape=(gathered_bytes,),
+                        backward_kind=TaskKind.REDUCE_SCATTER,
+                        backward_shape=(gathered_bytes * self.plan.graph_parallel_degree,),
+                    ),
+                ]
+
+    def _add_update(self) -> None:
+        shapes = [shape for _, shape in parameter_shapes(self.graph, self.model)]
+        sizes = [math.prod(shape) for shape in reversed(shapes)]
+        if self.plan.num_ranks > 1:
+            first = 0
+            counts = gradient_buckets(sizes, self.plan.gradient_bucket_bytes)
+            for index, count in enumerate(counts):
+                # The last bucket carries the loss too.
+                elements = sum(sizes[first : first + count]) + (index == len(counts) - 1)
+                shape = (elements * PARAMETER_BYTES,)
+                self._add(f"gradients.bucket{index}", TaskKind.ALL_REDUCE, Phase.UPDATE, shape, Dtype.FLOAT32)
+                first += count
+        update_shape = (sum(sizes), len(sizes))
+        self._add("clip", TaskKind.CLIP, Phase.UPDATE, update_shape, Dtype.FLOAT32)
+        self._add("optimizer", TaskKind.OPTIMIZER, Phase.UPDATE, update_shape, Dtype.FLOAT32)
+
+    def _add_forward(self, operation: _Operation, phase: Phase) -> None:
+        self._add(operation.name, operation.kind, phase, operation.shape, self.plan.precision)
+
+    def _add_backward(self, operation: _Operation) -> None:
+        self._add(
+            operation.name, operation.backward_kind, Phase.BACKWARD, operation.backward_shape, self.plan.precision
+        )
+
+    def _add(self, base: str, kind: TaskKind, phase: Phase, shape: tuple[int, ...], dtype: Dtype) -> None:
+        stream = Stream.COMMUNICATION if kind.is_collective else Stream.COMPUTE
+        previous = len(self.tasks) - 1
+        crosses = previous >= 0 and self.tasks[previous].stream is not stream
+        group: tuple[int, ...] = ()
+        if kind is TaskKind.ALL_REDUCE:
+            group = tuple(range(self.plan.num_ranks))
+        elif kind.is_collective:
+            group = self.plan.graph_group(self.rank)
+        self.tasks.append(
+            Task(
+                name=task_name(base, phase),
+                kind=kind,
+                phase=phase,
+                shape=shape,
+                dtype=dtype,
+                stream=stream,
+                waits_for=(previous,) if crosses else (),
+                group=group,
+                blocks_host=self.blocks_host,
+            )
+        )
+
+
+def _same(name: str, kind: TaskKind, shape: tuple[int, ...]) -> _Operation:
+    """Return an operation whose backward pass has the same kind and shape."""
+    return _Operation(name=name, kind=kind, shape=shape, backward_kind=kind, backward_shape=shape)

@@ -1,0 +1,21 @@
+"""Settings and fixtures that all tests share."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+settings.register_profile("graphpilot", derandomize=True, deadline=None, max_examples=50)
+settings.load_profile("graphpilot")
+
+SHARED = Path(os.environ.get("GRAPHPILOT_SHARED", Path(__file__).parents[2] / "shared"))
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Folder of the team's real graphs."""
+    folder = Path(os.environ.get("GRAPHPILOT_DATA", SHARED / "data"))
+    if not folder.is_dir():
+        pytest.skip(f"the team's data folder {folder} is not on this machine")
+    return folder

@@ -1,0 +1,464 @@
+"""A Hypothesis strategy for each spec; every drawn value is valid, and small enough to run."""
+
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import strategies as st
+
+from simulator.specs.calibration import Calibration, CollectiveSample, ComputeSample
+from simulator.specs.cluster import ClusterSpec, DeviceKind, DeviceSpec, LinkSpec
+from simulator.specs.decision import PlanFile, Prediction, RankedPlan
+from simulator.specs.graph import (
+    DEGREE_QUANTILES,
+    CommunityGraph,
+    FeatureNorm,
+    GraphFile,
+    GraphSpec,
+    RmatGraph,
+)
+from simulator.specs.model import EdgeBias, ModelSpec
+from simulator.specs.plan import Exchange, PartitionMethod, PartitionSpec, PartSpec, Plan, Recompute
+from simulator.specs.program import (
+    COLLECTIVES,
+    SHAPE_FIELDS,
+    Phase,
+    Program,
+    Stream,
+    Task,
+    TaskKind,
+    task_name,
+)
+from simulator.specs.run import RunSpec
+from simulator.specs.search import BatchKind, SearchSpec
+from simulator.specs.trace import Span, Trace, TraceOrigin
+from simulator.specs.train import TrainSpec
+from simulator.specs.units import Dtype
+
+# Texts of any characters but surrogates, which no file in UTF-8 can hold.
+texts = st.text(st.characters(codec="utf-8"), max_size=12)
+sha256s = st.text("0123456789abcdef", min_size=64, max_size=64)
+seeds = st.integers(0, 2**31 - 1)
+pairs = st.lists(st.tuples(texts, texts), max_size=3).map(tuple)
+seconds = st.floats(0, 10)
+positive_seconds = st.floats(1e-9, 10)
+positive_rates = st.floats(1e6, 1e16)
+compute_kinds = st.sampled_from([kind for kind in TaskKind if kind not in COLLECTIVES])
+collective_kinds = st.sampled_from(sorted(COLLECTIVES))
+
+
+# --- Machines.
+
+devices = st.builds(
+    DeviceSpec,
+    kind=st.sampled_from(DeviceKind),
+    name=texts,
+    memory_bytes=st.integers(1, 2**53),
+    memory_bandwidth_bytes_per_second=positive_rates,
+    fp32_flops_per_second=positive_rates,
+    bf16_flops_per_second=positive_rates,
+)
+links = st.builds(LinkSpec, latency_seconds=st.floats(0, 1e-2), bandwidth_bytes_per_second=st.floats(1e6, 1e13))
+clusters = st.builds(
+    ClusterSpec,
+    name=texts,
+    num_hosts=st.integers(1, 4),
+    devices_per_host=st.integers(1, 8),
+    device=devices,
+    device_link=links,
+    host_link=links,
+)
+
+
+# --- Graphs.
+
+graph_files = st.builds(
+    GraphFile,
+    path=texts,
+    split=st.integers(0, 9),
+    normalize_features=st.sampled_from(FeatureNorm),
+    add_self_loops=st.booleans(),
+    symmetrise=st.booleans(),
+)
+rmat_graphs = st.builds(
+    RmatGraph,
+    num_nodes=st.integers(1, 200),
+    num_edges=st.integers(0, 1000),
+    num_features=st.integers(1, 16),
+    num_classes=st.integers(1, 5),
+    a=st.floats(0, 0.5),
+    b=st.floats(0, 0.25),
+    c=st.floats(0, 0.25),
+    seed=seeds,
+    add_self_loops=st.booleans(),
+)
+community_graphs = st.builds(
+    CommunityGraph,
+    num_nodes=st.integers(1, 200),
+    num_edges=st.integers(0, 1000),
+    num_classes=st.integers(1, 5),
+    num_features=st.integers(1, 16),
+    within_ratio=st.floats(0, 1),
+    degree_exponent=st.floats(1.5, 4),
+    feature_noise=st.floats(0, 8),
+    seed=seeds,
+    add_self_loops=st.booleans(),
+)
+graph_sources = graph_files | rmat_graphs | community_graphs
+
+
+@st.composite
+def _graphs(draw: st.DrawFn) -> GraphSpec:
+    num_nodes = draw(st.integers(1, 10**6))
+    num_edges = draw(st.integers(0, 10**7))
+    num_features = draw(st.integers(1, 2000))
+    degrees = [float(draw(st.integers(0, num_edges))) for _ in DEGREE_QUANTILES]
+    num_train_nodes = draw(st.integers(0, num_nodes))
+    num_val_nodes = draw(st.integers(0, num_nodes - num_train_nodes))
+    return GraphSpec(
+        source=draw(graph_files),
+        sha256=draw(sha256s),
+        num_nodes=num_nodes,
+        num_edges=num_edges,
+        num_features=num_features,
+        num_feature_entries=draw(st.just(0) | st.integers(0, num_nodes * num_features)),
+        num_classes=draw(st.integers(1, 100)),
+        num_train_nodes=num_train_nodes,
+        num_val_nodes=num_val_nodes,
+        num_test_nodes=draw(st.integers(0, num_nodes - num_train_nodes - num_val_nodes)),
+        in_degree_quantiles=tuple(sorted(degrees)),
+    )
+
+
+graphs = _graphs()
+
+
+# --- Models, training, search.
+
+
+@st.composite
+def _models(draw: st.DrawFn) -> ModelSpec:
+    num_heads = draw(st.sampled_from([1, 2, 3, 4, 8]))
+    return ModelSpec(
+        width=num_heads * draw(st.integers(1, 16)),
+        num_heads=num_heads,
+        num_layers=draw(st.integers(1, 4)),
+        feed_forward_width=draw(st.integers(1, 256)),
+        dropout_ratio=draw(st.floats(0, 0.9)),
+        edge_bias=draw(st.sampled_from(EdgeBias)),
+        laplacian_encodings=draw(st.integers(0, 8)),
+        random_walk_encodings=draw(st.integers(0, 8)),
+    )
+
+
+models = _models()
+
+
+@st.composite
+def _trains(draw: st.DrawFn) -> TrainSpec:
+    num_steps = draw(st.integers(1, 1000))
+    return TrainSpec(
+        num_steps=num_steps,
+        learning_rate=draw(st.floats(1e-6, 1)),
+        weight_decay=draw(st.floats(0, 1)),
+        warmup_steps=draw(st.integers(0, num_steps)),
+        max_gradient_norm=draw(st.floats(1e-3, 100)),
+        evaluate_every_steps=draw(st.integers(1, 100)),
+        trace_steps=draw(st.integers(0, 10)),
+        seed=draw(seeds),
+    )
+
+
+trains = _trains()
+
+
+def _choices(choices: list[Exchange] | type[BatchKind] | type[Recompute] | type[Dtype]) -> st.SearchStrategy:
+    """Draw tuples of distinct choices, at least one."""
+    return st.lists(st.sampled_from(list(choices)), min_size=1, unique=True).map(tuple)
+
+
+searches = st.builds(
+    SearchSpec,
+    num_ranks=st.lists(st.integers(1, 32), unique=True, max_size=4).map(tuple),
+    batches=_choices(BatchKind),
+    exchanges=_choices([exchange for exchange in Exchange if exchange != Exchange.NONE]),
+    recomputes=_choices(Recompute),
+    precisions=_choices(Dtype),
+    parts_per_replica=st.integers(1, 8),
+    seed=seeds,
+)
+runs = st.builds(
+    RunSpec,
+    graph=graph_sources,
+    model=models,
+    cluster=st.none() | clusters,
+    train=trains,
+    search=searches,
+)
+
+
+# --- Plans.
+
+
+@st.composite
+def parts(draw: st.DrawFn, num_parts: int, index: int, min_nodes: int = 0) -> PartSpec:
+    """Draw part `index` of a cut: halo rows are no more than the edges that need them, and none come from itself."""
+    num_nodes = draw(st.integers(min_nodes, 1000))
+    edges_from = draw(st.tuples(*[st.integers(0, 5000)] * num_parts))
+    halo_rows_from = [0 if part == index else draw(st.integers(0, edges)) for part, edges in enumerate(edges_from)]
+    return PartSpec(
+        num_nodes=num_nodes,
+        num_train_nodes=draw(st.integers(0, num_nodes)),
+        num_feature_entries=draw(st.integers(0, 10**5)),
+        edges_from=edges_from,
+        halo_rows_from=tuple(halo_rows_from),
+    )
+
+
+@st.composite
+def partitions(draw: st.DrawFn, num_parts: int | None = None) -> PartitionSpec:
+    """Draw a cut into `num_parts` parts, or into any small number of them."""
+    if num_parts is None:
+        num_parts = draw(st.integers(1, 6))
+    filled = draw(st.integers(0, num_parts - 1))  # any part may be empty, but not all
+    methods = [method for method in PartitionMethod if (method == PartitionMethod.SINGLE) == (num_parts == 1)]
+    return PartitionSpec(
+        method=draw(st.sampled_from(methods)),
+        seed=draw(seeds),
+        path="" if num_parts == 1 else draw(texts),
+        sha256=draw(sha256s),
+        parts=tuple(draw(parts(num_parts, index, int(index == filled))) for index in range(num_parts)),
+    )
+
+
+@st.composite
+def plans_for(draw: st.DrawFn, num_layers: int | None = None) -> Plan:
+    """Draw a plan: each rank of a graph group has one part of the batch, and a lone rank exchanges nothing."""
+    if num_layers is None:
+        num_layers = draw(st.integers(1, 4))
+    graph_parallel_degree = draw(st.integers(1, 4))
+    num_batches = draw(st.integers(1, 3))
+    exchanges = [exchange for exchange in Exchange if (exchange == Exchange.NONE) == (graph_parallel_degree == 1)]
+    return Plan(
+        data_parallel_degree=draw(st.integers(1, 3)),
+        graph_parallel_degree=graph_parallel_degree,
+        partition=draw(partitions(graph_parallel_degree * num_batches)),
+        parts_per_batch=graph_parallel_degree,
+        exchange=draw(st.tuples(*[st.sampled_from(exchanges)] * num_layers)),
+        recompute=draw(st.tuples(*[st.sampled_from(Recompute)] * num_layers)),
+        precision=draw(st.sampled_from(Dtype)),
+        gradient_bucket_bytes=draw(st.integers(4, 2**30)),
+    )
+
+
+plans = plans_for()
+
+
+# --- Programs.
+
+
+def _compute_task(draw: st.DrawFn, name: str, phase: Phase, earlier: list[Task]) -> Task:
+    kind = draw(compute_kinds)
+    stream = draw(st.sampled_from([Stream.COMPUTE, Stream.COMPUTE, Stream.HOST_TO_DEVICE, Stream.DEVICE_TO_HOST]))
+    return Task(
+        name=name,
+        kind=kind,
+        phase=phase,
+        shape=draw(st.tuples(*[st.integers(0, 1000)] * len(SHAPE_FIELDS[kind]))),
+        dtype=draw(st.sampled_from(Dtype)),
+        stream=stream,
+        waits_for=_waits(draw, stream, earlier),
+        blocks_host=draw(st.booleans()),
+    )
+
+
+def _waits(draw: st.DrawFn, stream: Stream, earlier: list[Task]) -> tuple[int, ...]:
+    """Draw indices of earlier tasks on other streams."""
+    others = [index for index, task in enumerate(earlier) if task.stream != stream]
+    return tuple(index for index in others if draw(st.booleans()))
+
+
+def _collective_shapes(draw: st.DrawFn, kind: TaskKind, num_ranks: int) -> list[tuple[int, ...]]:
+    """Draw the shape of a collective on each rank: what the ranks must agree on is equal."""
+    sizes = st.integers(0, 10**6)
+    if kind == TaskKind.ALL_TO_ALL:
+        return [draw(st.tuples(*[sizes] * num_ranks)) for _ in range(num_ranks)]
+    return [(draw(sizes) * num_ranks,)] * num_ranks
+
+
+def _collective_tasks(
+    draw: st.DrawFn, name: str, phase: Phase, group: tuple[int, ...], tasks: list[list[Task]]
+) -> list[Task]:
+    """Draw the tasks of one collective, one for each rank of its group."""
+    kind = draw(collective_kinds)
+    shapes = _collective_shapes(draw, kind, len(group))
+    dtype, blocks_host = draw(st.sampled_from(Dtype)), draw(st.booleans())
+    return [
+        Task(
+            name=name,
+            kind=kind,
+            phase=phase,
+            shape=shape,
+            dtype=dtype,
+            stream=Stream.COMMUNICATION,
+            waits_for=_waits(draw, Stream.COMMUNICATION, tasks[rank]),
+            group=group,
+            blocks_host=blocks_host,
+        )
+        for rank, shape in zip(group, shapes, strict=True)
+    ]
+
+
+@st.composite
+def _programs(draw: st.DrawFn) -> Program:
+    """Draw a program that can run: collectives come in one order on all ranks, and no task waits for a later one."""
+    num_ranks = draw(st.sampled_from([1, 2, 3, 4]))
+    groups = [tuple(range(num_ranks))] + [(0, 1), (2, 3)] * (num_ranks == 4)
+    tasks: list[list[Task]] = [[] for _ in range(num_ranks)]
+    for index in range(draw(st.integers(1, 8))):
+        phase = draw(st.sampled_from(Phase))
+        name = task_name(f"task{index}", phase)
+        if num_ranks > 1 and draw(st.booleans()):
+            group = draw(st.sampled_from(groups))
+            for rank, task in zip(group, _collective_tasks(draw, name, phase, group, tasks), strict=True):
+                tasks[rank].append(task)
+        else:
+            for earlier in tasks:
+                earlier.append(_compute_task(draw, name, phase, earlier))
+    return Program(tasks=tuple(map(tuple, tasks)))
+
+
+programs = _programs()
+tasks = programs.flatmap(lambda program: st.sampled_from(program.tasks[0]))
+
+
+# --- Traces.
+
+
+@st.composite
+def _spans(draw: st.DrawFn, rank: int = 0, step: int = 0, start_seconds: float = 0.0) -> Span:
+    kind = draw(st.sampled_from(TaskKind))
+    duration_seconds = draw(seconds)
+    return Span(
+        rank=rank,
+        step=step,
+        stream=Stream.COMMUNICATION if kind.is_collective else Stream.COMPUTE,
+        name=draw(texts),
+        kind=kind,
+        phase=draw(st.sampled_from(Phase)),
+        shape=draw(st.lists(st.integers(0, 2**40), max_size=5).map(tuple)),
+        start_seconds=start_seconds,
+        duration_seconds=duration_seconds,
+        waiting_seconds=draw(st.floats(0, duration_seconds)) if kind.is_collective else 0.0,
+        host_seconds=draw(seconds),
+        dtype=draw(st.sampled_from(Dtype)),
+        group=draw(st.sampled_from([(0, 1), (0, 1, 2, 3)])) if kind.is_collective else (),
+    )
+
+
+spans = _spans()
+
+
+@st.composite
+def _traces(draw: st.DrawFn) -> Trace:
+    """Draw a trace whose spans follow one another on each stream of each rank."""
+    num_ranks, first_step, num_steps = draw(st.integers(1, 4)), draw(st.integers(0, 100)), draw(st.integers(0, 3))
+    drawn = []
+    for step in range(first_step, first_step + num_steps):
+        free_seconds = {(rank, stream): 0.0 for rank in range(num_ranks) for stream in Stream}
+        for rank in draw(st.lists(st.integers(0, num_ranks - 1), min_size=1, max_size=6)):
+            span = draw(_spans(rank=rank, step=step, start_seconds=draw(seconds)))
+            if span.start_seconds < free_seconds[rank, span.stream]:
+                continue
+            free_seconds[rank, span.stream] = span.end_seconds
+            drawn.append(span)
+    return Trace(
+        origin=draw(st.sampled_from(TraceOrigin)),
+        num_ranks=num_ranks,
+        spans=tuple(drawn),
+        step_seconds=draw(st.lists(positive_seconds, min_size=1, max_size=5).map(tuple)),
+        traced_step_seconds=draw(st.tuples(*[positive_seconds] * num_steps)),
+        peak_memory_bytes=draw(st.tuples(*[st.integers(0, 2**40)] * num_ranks)),
+        environment=draw(pairs),
+    )
+
+
+traces = _traces()
+
+
+# --- Calibrations and decisions.
+
+
+@st.composite
+def _samples(draw: st.DrawFn, /, build: Callable[..., object], **fields: st.SearchStrategy) -> Any:
+    """Build samples whose low, median and high seconds are in order."""
+    low, middle, high = sorted(draw(st.tuples(*[positive_seconds] * 3)))
+    times = {"low_seconds": low, "seconds": middle, "high_seconds": high, "host_seconds": draw(seconds)}
+    return build(origin=draw(texts), **times, **draw(st.fixed_dictionaries(fields)))
+
+
+compute_samples = _samples(
+    ComputeSample,
+    kind=compute_kinds,
+    phase=st.sampled_from(Phase),
+    dtype=st.sampled_from(Dtype),
+    shape=st.lists(st.integers(0, 10**9), max_size=5).map(tuple),
+    busy_devices=st.integers(1, 8),
+)
+collective_samples = _samples(
+    CollectiveSample,
+    kind=collective_kinds,
+    num_ranks=st.integers(2, 64),
+    num_bytes=st.integers(0, 2**40),
+)
+calibrations = st.builds(
+    Calibration,
+    device_name=texts,
+    environment=pairs,
+    computes=st.lists(compute_samples, max_size=3).map(tuple),
+    collectives=st.lists(collective_samples, max_size=3).map(tuple),
+    step_overhead_seconds=seconds,
+)
+
+
+@st.composite
+def predictions(draw: st.DrawFn, num_ranks: int = 2) -> Prediction:
+    """Draw a prediction for a plan of `num_ranks` ranks."""
+    low, middle, high = sorted(draw(st.tuples(*[positive_seconds] * 3)))
+    categories = st.lists(st.tuples(texts, st.integers(0, 2**40)), max_size=3).map(tuple)
+    return Prediction(
+        p10_step_seconds=low,
+        p50_step_seconds=middle,
+        p90_step_seconds=high,
+        epoch_seconds=draw(positive_seconds),
+        peak_memory_bytes=draw(st.tuples(*[categories] * num_ranks)),
+    )
+
+
+ranked_plans = st.builds(
+    RankedPlan,
+    description=texts,
+    p50_step_seconds=positive_seconds,
+    epoch_seconds=positive_seconds,
+    peak_memory_bytes=st.integers(0, 2**40),
+    reason=texts,
+)
+
+
+@st.composite
+def _plan_files(draw: st.DrawFn) -> PlanFile:
+    model = draw(models)
+    plan = draw(plans_for(model.num_layers))
+    return PlanFile(
+        graph=draw(graphs),
+        model=model,
+        cluster=draw(clusters),
+        train=draw(trains),
+        plan=plan,
+        prediction=draw(predictions(plan.num_ranks)),
+        ranking=draw(st.lists(ranked_plans, max_size=2).map(tuple)),
+        rejected=draw(st.lists(st.tuples(texts, st.integers(1, 10**6)), max_size=2).map(tuple)),
+        calibration_sha256=draw(sha256s),
+    )
+
+
+plan_files = _plan_files()
