@@ -71,14 +71,20 @@ def _run(command: list[str], limit_seconds: float) -> str:
     """Run a command; return why it failed, or an empty text."""
     try:
         child = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=limit_seconds, text=True, check=False
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=limit_seconds,
+            encoding="utf-8",
+            errors="replace",
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return f"it was stopped after {limit_seconds:.3g} s"
     except OSError as error:
         return f"it could not be started: {error}"
     if child.returncode < 0:
-        return f"it was ended by {signal.Signals(-child.returncode).name}"
+        return f"it was ended by signal {-child.returncode} ({signal.strsignal(-child.returncode)})"
     if child.returncode > 0:
         lines = child.stdout.strip().splitlines() or ["it said nothing"]
         return f"it failed with status {child.returncode}: {lines[-1]}"

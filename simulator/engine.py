@@ -208,13 +208,12 @@ def _hold(
     meeting: _Meeting, ranks: Sequence[_Rank], env: simpy.Environment, network: Network
 ) -> Generator[simpy.Event, None, None]:
     """Run a collective whose arrivals are known, then let its members go on."""
-    # Arrivals follow from an end that came to be known now, so none lies in the past but by rounding.
     assert 0 <= meeting.cost.latency_seconds < inf, f"latency of {meeting.task.name} must be >= 0 and finite"
     flows_seconds = meeting.begin_seconds + meeting.cost.latency_seconds
-    yield env.timeout(max(0.0, flows_seconds - env.now))
+    yield env.timeout(flows_seconds - env.now)  # not in the past: the last arrival follows from an end at this instant
     if meeting.cost.flows:
         yield network.transfer(meeting.cost.flows)
-    end_seconds = max(flows_seconds, env.now)
+    end_seconds = max(flows_seconds, env.now)  # the clock may have stopped one rounding short
     meeting.has_ended = True
     for rank, index in meeting.members:
         ranks[rank].end_collective(index, end_seconds)

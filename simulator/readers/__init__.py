@@ -1,0 +1,1 @@
+"""Arrays and other people's files in."""

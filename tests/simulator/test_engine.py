@@ -205,14 +205,13 @@ def test_tasks_without_cost_are_legal_and_keep_their_order():
 
 
 def test_rounding_of_the_clock_ends_no_collective_before_it_begins():
-    works = [compute(f"work{index}") for index in range(300)]
-    tasks = [task for index, work in enumerate(works) for task in (work, collective(f"sum{index}", (0,)))]
-    costs = {
-        task.name: FREE if task.group else (0.1 / (index + 1), 1 / (index + 3)) for index, task in enumerate(tasks)
-    }
-    joined = [replace(task, stream=Stream.COMPUTE) for task in tasks]
-    durations = [span.duration_seconds for span in priced(joined, costs=costs).run() if span.name.startswith("sum")]
-    assert durations == [0.0] * 300
+    # "y" waits for its issue, which is known once "x" has ended; from there a delay can only hit 1.75, not 1.75 + 2**-52.
+    first_seconds, second_seconds = 0.5 + 2**-53, 1.75 + 2**-52
+    assert first_seconds + (second_seconds - first_seconds) < second_seconds
+    tasks = [collective("x", (0,)), collective("y", (0,)), collective("z", (0,))]
+    costs = {"x": (0.0, first_seconds, ()), "y": (second_seconds, 0.0, ()), "z": FREE}
+    spans = priced(tasks, costs=costs).run()
+    assert times(spans)[1:] == [(0, "y", second_seconds, second_seconds), (0, "z", second_seconds, second_seconds)]
 
 
 def test_a_span_carries_what_its_task_says():
