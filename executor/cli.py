@@ -1,20 +1,29 @@
 """The one command. Each subcommand parses, calls one public function and prints; torch is imported only where used."""
 
+import json as json_module
 import logging
+import os
+import signal
 import sys
 import tempfile
+from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.logging import RichHandler
 
+from executor.cli_errors import existing_calibration, require_writable, told_status
 from executor.cli_output import (
     Output,
     comparison_json,
     comparison_tables,
     corrections_table,
     plan_tables,
+    seconds_text,
     statistics_json,
     statistics_tables,
 )
@@ -23,7 +32,7 @@ from planner.partition import partition_graph
 from planner.search import find_plan
 from simulator.calibrate import MeasuredRun, recalibrate
 from simulator.compare import compare
-from simulator.errors import CalibrationError, NoFeasiblePlanError, PlanError, RunError, SpecError
+from simulator.errors import CalibrationError, SpecError
 from simulator.readers.generators import materialise
 from simulator.readers.graphs import Graph, read_graph
 from simulator.readers.inspect import graph_statistics
@@ -43,15 +52,16 @@ from simulator.specs.files import (
     write_trace,
 )
 from simulator.specs.graph import GraphFile, GraphSource, GraphSpec
-from simulator.specs.units import Dimension, Dtype, format_quantity
-
-OWN_ERRORS = (SpecError, PlanError, NoFeasiblePlanError, CalibrationError, RunError)
-INTERRUPTED_STATUS = 130
+from simulator.specs.toml import LOCAL
+from simulator.specs.units import Dtype
 
 app = typer.Typer(
     help="Plan, simulate and run the training of graph transformers on large graphs over many GPUs.",
+    epilog="Start with `graphpilot demo`. Exit codes: 0 done, 2 bad input, 3 no plan fits, 4 calibration missing or of "
+    "other hardware or software, 5 a run failed, 130 and 143 interrupted, 1 our own fault.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    add_completion=False,
     rich_markup_mode="rich",
 )
 
@@ -61,32 +71,62 @@ CalibrationOption = Annotated[Path, typer.Option("--calibration", help="calibrat
 ForceFlag = Annotated[bool, typer.Option("--force", help="Use a calibration of other software or hardware.")]
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"graphpilot {version('graphpilot')}")
+        raise typer.Exit
+
+
 @app.callback()
-def _settings(debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False) -> None:
-    logging.basicConfig(
-        level=logging.WARNING, format="%(message)s", handlers=[RichHandler(show_time=False, show_path=False)]
-    )
-    del debug  # `main` has seen it
+def _settings(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    handler = RichHandler(console=Console(stderr=True), show_time=False, show_path=False)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
+    del debug, version  # seen by `main` and by the callback
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for everything that the demo makes.")] = Path("runs/demo"),
+    json: JsonFlag = False,
+    quiet: QuietFlag = False,
+) -> None:
+    """Go through the whole loop on a made-up graph and this machine, step by step, in two to three minutes.
+
+    A run.toml that lies in the folder is used as it is, so edit it and start again.
+
+    Example: graphpilot demo --out runs/demo
+    """
+    from executor.cli_demo import run_demo
+
+    require_writable(out / "run.toml")
+    output = Output(json, quiet)
+    result = run_demo(out, output)
+    output.result(result)
 
 
 @app.command()
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A graph store (.npz or folder), or a run.toml with a [graph].")],
+    path: Annotated[Path, typer.Argument(help="A graph store (.npz or folder), or a run.toml.")],
     json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
     """Print a graph in numbers, and what cutting it into 2, 4, 8 and 16 parts costs.
 
-    Example: graphpilot inspect ../shared/data/cora.npz
+    Example: graphpilot inspect graph.npz
     """
     output = Output(json, quiet)
     source: GraphSource = read_run(path).graph if path.suffix == ".toml" else GraphFile(path=str(path))
     spec, graph = _open(source, Path())
     statistics = graph_statistics(spec, graph)
     cuts = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, output.working("cutting") as progress:
         for num_parts in (2, 4, 8, 16):
-            output.progress(f"cutting into {num_parts} parts")
+            progress(f"cutting into {num_parts} parts")
             cuts.append(partition_graph(graph, num_parts, seed=0, folder=Path(folder)))
     output.result(statistics_json(statistics, cuts), *statistics_tables(statistics, cuts))
 
@@ -98,7 +138,7 @@ def cluster(
     json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
-    """Print a cluster by name, in the form that `[cluster] file = ...` of a run.toml reads.
+    """Print a cluster by name as TOML, which a run.toml can name as its cluster's file once edited.
 
     Example: graphpilot cluster h100x8-ndr --out my-cluster.toml
     """
@@ -106,8 +146,9 @@ def cluster(
         raise SpecError(f"name must be one of local, {', '.join(BUILT_IN_CLUSTERS)}, got {name!r}")
     found = _cluster(None if name == "local" else BUILT_IN_CLUSTERS[name])
     if out is not None:
+        require_writable(out)
         write_text_atomic(out, cluster_toml(found))
-    Output(json, quiet).result(dict(_plain(found)), cluster_toml(found).replace("[", "\\["))
+    Output(json, quiet).result(dict(_plain(found)), cluster_toml(found).rstrip())
 
 
 @app.command()
@@ -128,6 +169,7 @@ def calibrate(
     from executor.environment import local_cluster
     from executor.measure.session import Session, effort_of, expected_seconds, run_host_session, run_session
 
+    require_writable(out)
     output = Output(json, quiet)
     found = local_cluster()
     session = Session(
@@ -135,6 +177,7 @@ def calibrate(
         effort=effort_of(found.device.kind, quick=quick),
         precisions=_precisions(precisions),
         out=out,
+        quiet=quiet or json,
     )
     if host_only is not None:
         factor = run_host_session(session, _usable(host_only, found, force=False))
@@ -142,7 +185,7 @@ def calibrate(
         return
     expected = expected_seconds(session)
     devices = f"{found.devices_per_host} x {found.device.name} ({found.device.kind})"
-    output.progress(f"calibrating {devices}: about {format_quantity(expected, Dimension.SECONDS)}")
+    output.progress(f"calibrating {devices}: about {expected:.0f} s on an idle machine")
     run_session(session)
     calibration = read_calibration(out)
     counts = {"computes": len(calibration.computes), "collectives": len(calibration.collectives)}
@@ -154,7 +197,9 @@ def calibrate(
 
 @app.command()
 def plan(
-    run: Annotated[Path, typer.Argument(help="run.toml with [graph] [model] [cluster] [train] and maybe [search].")],
+    run: Annotated[
+        Path, typer.Argument(help="run.toml: tables graph, model, cluster and train, and search if bounds are wanted.")
+    ],
     calibration: CalibrationOption,
     out: Annotated[Path, typer.Option(help="Where the plan goes; its partition goes beside it.")] = Path("plan.json"),
     force: ForceFlag = False,
@@ -163,29 +208,32 @@ def plan(
 ) -> None:
     """Choose the plan with the shortest predicted epoch, and say why the others lost.
 
-    Example: graphpilot plan run.toml --calibration calibration.json --out plan.json
+    Example: graphpilot plan run.toml --calibration calibration.json
     """
     output = Output(json, quiet)
     spec_of_run = read_run(run)
+    require_writable(out)
     found_cluster = _cluster(spec_of_run.cluster)
     usable = _usable(calibration, found_cluster, force=force, is_here=spec_of_run.cluster is None)
     spec, graph = _open(spec_of_run.graph, run.parent)
-    file = find_plan(
-        spec,
-        graph,
-        spec_of_run.model,
-        found_cluster,
-        spec_of_run.train,
-        spec_of_run.search,
-        usable,
-        folder=out.parent,
-        on_progress=output.progress,
-    )
+    with output.working("searching") as progress:
+        file = find_plan(
+            spec,
+            graph,
+            spec_of_run.model,
+            found_cluster,
+            spec_of_run.train,
+            spec_of_run.search,
+            usable,
+            folder=out.parent,
+            on_progress=progress,
+        )
     write_plan(out, file)
     content = {"out": str(out), "description": description(file.plan), **dict(_plain(file.prediction))}
     output.result(
         {**content, "ranking": _plain(file.ranking), "rejected": file.rejected},
         *plan_tables(file),
+        "",
         f"written to {out}",
     )
 
@@ -205,16 +253,17 @@ def simulate_command(
 ) -> None:
     """Predict a step of a plan, task by task.
 
-    Example: graphpilot simulate plan.json --calibration calibration.json --out predicted.json
+    Example: graphpilot simulate plan.json --calibration calibration.json
     """
     file = read_plan(plan)
+    require_writable(out)
     usable = _usable(calibration, file.cluster, force=force)
     trace = simulate(
         file.plan, file.graph, file.model, file.cluster, usable, step=step, seed=file.train.seed, trials=trials
     )
     write_trace(out, trace)
     quantiles = {f"p{ratio}": trace.step_seconds_quantile(ratio / 100) for ratio in (10, 50, 90)}
-    shown = " / ".join(format_quantity(seconds, Dimension.SECONDS) for seconds in quantiles.values())
+    shown = " / ".join(map(seconds_text, quantiles.values()))
     Output(json, quiet).result(
         {"out": str(out), "step_seconds": quantiles, "num_spans": len(trace.spans)},
         f"step (p10 / p50 / p90): {shown}; {len(trace.spans)} spans written to {out}",
@@ -232,14 +281,15 @@ def train(
 ) -> None:
     """Train as a plan says: alone, starting the ranks of this host, or unchanged under torchrun on many hosts.
 
-    Example: graphpilot train plan.json --out run, or torchrun --nproc-per-node 8 -m executor train plan.json
-    """
-    import json as json_module
+    Example: graphpilot train plan.json --out run
 
+    On many hosts: torchrun --nproc-per-node 8 -m executor train plan.json
+    """
     from executor.launch import is_under_torchrun
     from executor.run import PlanRun, run_plan
 
     folder = plan.parent if out is None else out
+    require_writable(folder / "result.json")
     run_plan(PlanRun(plan_path=plan, out=folder, quiet=quiet or json))
     if is_under_torchrun():
         return
@@ -248,8 +298,7 @@ def train(
     Output(json, quiet).result(
         {"out": str(folder), **{key: result[key] for key in ("best_step", "best", "median_step_seconds")}},
         f"best validation accuracy {best['val_accuracy_ratio']:.3f} (test {best['test_accuracy_ratio']:.3f}) at step "
-        f"{result['best_step'] + 1}; median step {format_quantity(result['median_step_seconds'], Dimension.SECONDS)}; "
-        f"results in {folder}",
+        f"{result['best_step'] + 1}; median step {seconds_text(result['median_step_seconds'])}; results in {folder}",
     )
 
 
@@ -273,21 +322,32 @@ def recalibrate_command(
     calibration: Annotated[Path, typer.Argument(help="calibration.json that predicted the runs.")],
     measured: Annotated[list[Path], typer.Argument(help="measured.json of one or more runs.")],
     out: Annotated[Path, typer.Option(help="Where the new calibration goes.")],
-    devices_per_host: Annotated[int | None, typer.Option(help="Of the cluster that ran; else of this host.")] = None,
+    devices_per_host: Annotated[
+        int | None, typer.Option(help="Of the cluster that ran; else of this host.", min=1)
+    ] = None,
+    force: ForceFlag = False,
     json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
     """Move costs to where measured traces put them, and say which moved by how much.
 
-    Example: graphpilot recalibrate calibration.json run/measured.json --out calibration.json
+    Example: graphpilot recalibrate calibration.json run/measured.json --out new.json
     """
-    from dataclasses import replace
+    from executor.environment import environment_differences
 
+    require_writable(out)
     found = _cluster(None)
     if devices_per_host is not None:
         found = replace(found, devices_per_host=devices_per_host)
+    known = existing_calibration(calibration)
     runs = [MeasuredRun(name=str(path), trace=read_trace(path)) for path in measured]
-    updated, corrections = recalibrate(read_calibration(calibration), found, runs)
+    for run in runs:
+        if (differences := environment_differences(known.environment, run.trace.environment)) and not force:
+            raise CalibrationError(
+                f"{run.name} was measured elsewhere than {calibration}: {'; '.join(differences)}; use a calibration of "
+                "that machine, or go on with --force"
+            )
+    updated, corrections = recalibrate(known, found, runs)
     write_calibration(out, updated)
     Output(json, quiet).result(
         {"out": str(out), "corrections": _plain(corrections)}, corrections_table(corrections), f"written to {out}"
@@ -306,10 +366,13 @@ def report(
 ) -> None:
     """Write one self-contained HTML page about a plan, its prediction and its run.
 
-    Example: graphpilot report plan.json --predicted predicted.json --measured run/measured.json
+    Example: graphpilot report plan.json --predicted predicted.json
+
+    With a run: add --measured run/measured.json
     """
     from executor.report.page import write_report
 
+    require_writable(out)
     trace = read_trace(measured) if measured else None
     again = compare(read_trace(recalibrated), trace) if recalibrated and trace else None
     write_report(out, plan_file=read_plan(plan), predicted=read_trace(predicted), measured=trace, recalibrated=again)
@@ -336,10 +399,17 @@ def _cluster(found: ClusterSpec | None) -> ClusterSpec:
 
 def _usable(path: Path, found: ClusterSpec, *, force: bool, is_here: bool | None = None) -> Calibration:
     """Return a calibration that fits a cluster, and this machine's software where the cluster is this machine."""
-    calibration = read_calibration(path)
+    calibration = existing_calibration(path)
+    if force:
+        return replace(calibration, device_name=found.device.name)
+    if calibration.device_name != found.device.name:
+        raise CalibrationError(
+            f'{path}: device_name must be the cluster\'s, "{found.device.name}", got "{calibration.device_name}"; '
+            "calibrate on that device, or go on with --force"
+        )
     if is_here is None:
-        is_here = found.name == "local"
-    if is_here and not force:
+        is_here = found.name == LOCAL
+    if is_here:
         from executor.environment import environment, environment_differences
 
         differences = environment_differences(calibration.environment, environment(found.device.kind))
@@ -363,34 +433,27 @@ def _plain(value: object) -> Any:
 
 def main() -> None:
     """Run the command and turn errors into one sentence and an exit status."""
-    debug = "--debug" in sys.argv
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    debug = len(arguments) < len(sys.argv) - 1
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, _end)
     try:
-        status = app(standalone_mode=False)
-    except (typer.Abort, KeyboardInterrupt):
-        status = INTERRUPTED_STATUS
-    except OWN_ERRORS as error:
-        _say(str(error), debug)
-        status = error.exit_status
-    except OSError as error:
-        _say(f"{error.filename or 'a file'}: {error.strerror or error}", debug)
-        status = SpecError.exit_status
-    except Exception as error:
-        if hasattr(error, "exit_code") and hasattr(error, "show"):  # a usage error of click, which typer may hide
-            error.show()
-            sys.exit(error.exit_code)
-        if debug:
-            raise
-        _say(f"our own fault: {type(error).__name__}: {error}; run with --debug for the traceback", debug)
-        status = 1
+        status = app(arguments, prog_name="graphpilot", standalone_mode=False)
+        sys.stdout.flush()
     except BaseException as error:
-        number = getattr(error, "signal_number", None)
-        if number is None:
-            raise
-        status = 128 + number
+        status = told_status(error, debug=debug, may_tell=_may_tell)
     sys.exit(status if isinstance(status, int) else 0)
 
 
-def _say(sentence: str, debug: bool) -> None:
-    if debug:
-        logging.exception(sentence)
-    print(f"graphpilot: {sentence}", file=sys.stderr)
+def _end(number: int, _: FrameType | None) -> None:
+    """End the command after a signal, with all clean-up on the way."""
+    sys.exit(128 + number)
+
+
+def _may_tell() -> bool:
+    """Return whether this process is to tell an error: of many that torchrun started, only the first to fail."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return True
+    from executor.launch import is_first_to_tell
+
+    return is_first_to_tell()

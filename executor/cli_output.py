@@ -1,21 +1,27 @@
 """What the commands print: tables for people, JSON for programs."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from planner.explain import description
 from simulator.calibrate import Correction
-from simulator.compare import Comparison, as_json, as_table, diagnosis
+from simulator.compare import Comparison, Residual, as_json, diagnosis
 from simulator.readers.inspect import GraphStatistics
 from simulator.specs.decision import PlanFile
 from simulator.specs.graph import DEGREE_QUANTILES
 from simulator.specs.plan import PartitionSpec
 from simulator.specs.units import Dimension, format_quantity
+
+# Ranks that a table of memory shows one by one; of more it shows the fullest and the mean.
+MAX_RANKS_SHOWN = 4
 
 
 @dataclass(frozen=True)
@@ -29,10 +35,10 @@ class Output:
 
     as_json: bool
     quiet: bool
-    console: Console = field(default_factory=lambda: Console(highlight=False, soft_wrap=True))
-    messages: Console = field(default_factory=lambda: Console(stderr=True, highlight=False, soft_wrap=True))
+    console: Console = field(default_factory=lambda: _console(stderr=False))
+    messages: Console = field(default_factory=lambda: _console(stderr=True))
 
-    def result(self, content: dict[str, Any], *shown: Table | str) -> None:
+    def result(self, content: dict[str, Any], *shown: Table | Text | str) -> None:
         """Print a result: `content` for programs, or what is shown to people."""
         if self.as_json:
             print(json.dumps(content))
@@ -45,20 +51,33 @@ class Output:
         if not (self.quiet or self.as_json):
             self.messages.print(message, style="dim")
 
+    @contextmanager
+    def working(self, message: str) -> Iterator[Callable[[str], None]]:
+        """Yield a function that says what is being done: on a terminal in a line that changes, else line by line."""
+        if self.quiet or self.as_json or not self.messages.is_terminal:
+            yield self.progress
+            return
+        with self.messages.status(Text(message, style="dim")) as status:
+            yield lambda current: status.update(Text(current, style="dim"))
 
-def statistics_tables(statistics: GraphStatistics, cuts: Sequence[PartitionSpec]) -> list[Table]:
+
+def _console(*, stderr: bool) -> Console:
+    """Return a console that wraps sentences on a terminal alone: in a file each stays a line."""
+    console = Console(stderr=stderr, highlight=False, markup=False)
+    console.soft_wrap = not console.is_terminal
+    return console
+
+
+def statistics_tables(statistics: GraphStatistics, cuts: Sequence[PartitionSpec]) -> list[Table | str]:
     """Return a graph in numbers, and its cuts."""
-    facts = _table("graph", "value")
-    quantiles = ", ".join(
-        f"{100 * ratio:g} %: {degree:g}"
-        for ratio, degree in zip(DEGREE_QUANTILES, statistics.in_degree_quantiles, strict=True)
-    )
+    facts = Table(box=None, show_header=False, pad_edge=False)
     homophily = statistics.edge_homophily_ratio
+    ratios = " / ".join(f"{100 * ratio:g}" for ratio in DEGREE_QUANTILES)
     rows = {
         "nodes": f"{statistics.num_nodes:,}",
         "edges": f"{statistics.num_edges:,}",
-        "incoming edges, quantiles": quantiles,
-        "largest over mean": f"{statistics.max_over_mean_in_degree:.1f}",
+        f"incoming edges at {ratios} %": " / ".join(f"{degree:g}" for degree in statistics.in_degree_quantiles),
+        "most incoming edges over their mean": f"{statistics.max_over_mean_in_degree:.1f}",
         "edges into the top 1 % of nodes": f"{100 * statistics.hub_edges_ratio:.1f} %",
         "isolated nodes": f"{statistics.num_isolated_nodes:,}",
         "self loops": f"{statistics.num_self_loops:,}",
@@ -70,7 +89,7 @@ def statistics_tables(statistics: GraphStatistics, cuts: Sequence[PartitionSpec]
     }
     for name, value in rows.items():
         facts.add_row(name, value)
-    table = _table("parts", "method", "edges cut", "halo / owned", "node", "edge", "row imbalance")
+    table = _table("parts", "method", "edges cut", "halo / owned", "nodes", "edges", "rows")
     for cut in cuts:
         table.add_row(
             str(cut.num_parts),
@@ -81,7 +100,7 @@ def statistics_tables(statistics: GraphStatistics, cuts: Sequence[PartitionSpec]
             f"{cut.edge_imbalance:.2f}",
             f"{cut.row_imbalance:.2f}",
         )
-    return [facts, table]
+    return [facts, "", table, "nodes, edges, rows (owned and halo): of the largest part over the mean"]
 
 
 def statistics_json(statistics: GraphStatistics, cuts: Sequence[PartitionSpec]) -> dict[str, Any]:
@@ -103,16 +122,15 @@ def statistics_json(statistics: GraphStatistics, cuts: Sequence[PartitionSpec]) 
     }
 
 
-def plan_tables(file: PlanFile) -> list[Table | str]:
+def plan_tables(file: PlanFile) -> list[Table | Text | str]:
     """Return the choice, its interval and memory, the runners-up, and why others were out."""
     found = file.prediction
     interval = " / ".join(
-        format_quantity(seconds, Dimension.SECONDS)
-        for seconds in (found.p10_step_seconds, found.p50_step_seconds, found.p90_step_seconds)
+        seconds_text(seconds) for seconds in (found.p10_step_seconds, found.p50_step_seconds, found.p90_step_seconds)
     )
-    lines: list[Table | str] = [
-        f"[bold]{description(file.plan)}[/bold]",
-        f"predicted step (p10 / p50 / p90): {interval}; epoch {_seconds(found.epoch_seconds)}",
+    lines: list[Table | Text | str] = [
+        Text(description(file.plan), style="bold"),
+        f"predicted step (p10 / p50 / p90): {interval}; epoch {seconds_text(found.epoch_seconds)}",
     ]
     if file.plan.partition.num_parts > 1:
         cut = file.plan.partition
@@ -120,31 +138,72 @@ def plan_tables(file: PlanFile) -> list[Table | str]:
             f"{cut.num_parts} parts by {cut.method}: halo {cut.halo_ratio:.2f} of owned rows, "
             f"edge imbalance {cut.edge_imbalance:.2f}"
         )
-    memory = _table("memory", *(f"rank {rank}" for rank in range(min(len(found.peak_memory_bytes), 8))))
-    for index, (category, _) in enumerate(found.peak_memory_bytes[0]):
-        memory.add_row(category, *(_bytes(rank[index][1]) for rank in found.peak_memory_bytes[:8]))
-    memory.add_row("all", *(_bytes(sum(size for _, size in rank)) for rank in found.peak_memory_bytes[:8]))
-    ranking = _table("runner-up", "step", "epoch", "memory", "lost by")
-    for row in file.ranking:
-        ranking.add_row(
-            row.description,
-            _seconds(row.p50_step_seconds),
-            _seconds(row.epoch_seconds),
-            _bytes(row.peak_memory_bytes),
-            row.reason,
-        )
-    lines += [memory, ranking] if file.ranking else [memory]
-    lines += [f"rejected {count}: {reason}" for reason, count in file.rejected]
+    lines += ["", _memory_table(found.peak_memory_bytes)]
+    if file.ranking:
+        lines += ["", _ranking_table(file)]
+    if file.rejected:
+        lines += ["", *(f"rejected {count}: {reason}" for reason, count in file.rejected)]
     return lines
+
+
+def _memory_table(ranks: Sequence[Sequence[tuple[str, int]]]) -> Table:
+    """Return bytes by category, of each rank where ranks are few."""
+    columns = [dict(rank) for rank in ranks]
+    titles = [f"rank {index}" for index in range(len(columns))]
+    if len(columns) > MAX_RANKS_SHOWN:
+        totals = [sum(column.values()) for column in columns]
+        fullest = totals.index(max(totals))
+        mean = {name: sum(column[name] for column in columns) // len(columns) for name in columns[0]}
+        columns, titles = [columns[fullest], mean], [f"fullest, rank {fullest}", f"mean of {len(totals)} ranks"]
+    table = _table("memory", *titles)
+    for name in columns[0]:
+        table.add_row(name, *(_bytes(column[name]) for column in columns))
+    table.add_row("all", *(_bytes(sum(column.values())) for column in columns))
+    return table
+
+
+def _ranking_table(file: PlanFile) -> Table:
+    """Return the runners-up, each with the reason why it lost below its name."""
+    table = _table("runner-up", "step", "epoch", "memory")
+    for row in file.ranking:
+        name = Group(row.description, Padding(Text(row.reason, style="dim"), (0, 0, 0, 2)))
+        table.add_row(
+            name, seconds_text(row.p50_step_seconds), seconds_text(row.epoch_seconds), _bytes(row.peak_memory_bytes)
+        )
+    return table
 
 
 def comparison_tables(comparison: Comparison) -> list[Table | str]:
     """Return residuals by task kind, then what they mean."""
-    frame = as_table(comparison)
-    table = _table(*map(str, frame.columns))
-    for row in frame.itertuples(index=False):
-        table.add_row(*(_cell(value) for value in row))
-    return [table, *diagnosis(comparison)]
+    table = _table("kind", "phase", "tasks", "predicted ms", "measured ms", "error", "of step")
+    for row in comparison.rows:
+        phase = "" if row.phase is None else row.phase.value
+        seconds = [row.predicted_seconds, row.measured_seconds]
+        table.add_row(
+            row.kind.value, phase, _counts(row), *map(_ms, seconds), percent_text(row.error_ratio), _share(row)
+        )
+    step = comparison.step
+    table.add_row(
+        Text("untraced step", style="bold"),
+        "",
+        "",
+        _ms(step.predicted_seconds),
+        _ms(step.measured_seconds),
+        percent_text(step.error_ratio),
+        "",
+    )
+    return [table, "", *diagnosis(comparison)]
+
+
+def _counts(row: Residual) -> str:
+    """Return tasks of a rank in a step, predicted and measured where they differ; nothing where a row counts none."""
+    if row.predicted_count == row.measured_count:
+        return f"{row.measured_count:.4g}" if row.measured_count else ""
+    return f"{row.predicted_count:.4g} / {row.measured_count:.4g}"
+
+
+def _share(row: Residual) -> str:
+    return f"{100 * row.share_ratio:.1f} %"
 
 
 def comparison_json(comparison: Comparison) -> dict[str, Any]:
@@ -160,20 +219,25 @@ def corrections_table(corrections: Sequence[Correction]) -> Table:
     return table
 
 
-def _table(*columns: str) -> Table:
-    table = Table(*columns[:1], box=None, header_style="bold", pad_edge=False)
-    for column in columns[1:]:
-        table.add_column(column, justify="right" if len(column) < 16 else "left")
+def _table(first: str, *columns: str) -> Table:
+    """Return an empty table whose first column holds words and the others numbers; phase and method are words too."""
+    table = Table(first, box=None, header_style="bold", pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("phase", "method") else "right", no_wrap=True)
     return table
 
 
-def _cell(value: object) -> str:
-    if isinstance(value, float):
-        return "-" if value != value else f"{value:.4g}"
-    return str(value)
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3f}"
 
 
-def _seconds(value: float) -> str:
+def percent_text(ratio: float | None) -> str:
+    """Return a signed error in percent; a dash where there is none."""
+    return "-" if ratio is None else f"{100 * ratio:+.1f} %"
+
+
+def seconds_text(value: float) -> str:
+    """Return a duration with a unit that suits it."""
     return format_quantity(value, Dimension.SECONDS)
 
 

@@ -1,6 +1,28 @@
-"""Names that differ between versions of torch: 2.13 renamed two collectives that 2.11 knows by their old names."""
+"""What differs between versions of torch, and what it says that is of no use to people who train."""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
 
 import torch.distributed as dist
 
+# torch 2.13 renamed two collectives that 2.11 knows by their old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@contextlib.contextmanager
+def making_sparse_csr() -> Iterator[None]:
+    """Make CSR tensors inside without two warnings that torch gives once in a process.
+
+    One says that CSR tensors are in beta: we use their product with a dense matrix alone, which the tests compare with
+    the dense one. The other says that their invariants go unchecked: the matrices come from scipy or from a coalesced
+    tensor, which hold them.
+    """
+    with warnings.catch_warnings():
+        for message in (
+            "Sparse CSR tensor support is in beta state",
+            "Sparse invariant checks are implicitly disabled",
+        ):
+            warnings.filterwarnings("ignore", message=message, category=UserWarning)
+        yield

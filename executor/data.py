@@ -9,7 +9,8 @@ import scipy.sparse
 import torch
 from torch import Tensor
 
-from executor.attention.edges import EdgeGraph
+from executor.attention.graph import EdgeGraph
+from executor.compat import making_sparse_csr
 from executor.exchange import ExchangeLayout
 from executor.operations import SparseFeatures
 from simulator.readers.graphs import Graph
@@ -232,13 +233,14 @@ def _sparse_input(graph: Graph, node_N: np.ndarray, device: torch.device) -> Spa
 
 
 def _csr_tensor(matrix: scipy.sparse.csr_array, device: torch.device) -> Tensor:
-    return torch.sparse_csr_tensor(
-        torch.from_numpy(matrix.indptr.astype(np.int64)),
-        torch.from_numpy(matrix.indices.astype(np.int64)),
-        torch.from_numpy(matrix.data.astype(np.float32)),
-        size=matrix.shape,
-        device=device,
-    )
+    with making_sparse_csr():
+        return torch.sparse_csr_tensor(
+            torch.from_numpy(matrix.indptr.astype(np.int64)),
+            torch.from_numpy(matrix.indices.astype(np.int64)),
+            torch.from_numpy(matrix.data.astype(np.float32)),
+            size=matrix.shape,
+            device=device,
+        )
 
 
 def _tensor(array: np.ndarray, device: torch.device) -> Tensor:

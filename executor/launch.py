@@ -1,12 +1,19 @@
 """Starts the ranks of this host through torchrun's API, and brings their errors back."""
 
+import _thread
+import contextlib
 import logging
 import os
 import pickle
 import signal
+import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import cache
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +26,18 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.rendezvous import rendezvous
 
 from simulator.errors import CalibrationError, NoFeasiblePlanError, PlanError, RunError, SpecError
+from simulator.specs.files import remove_unfinished
 
 OWN_ERRORS = (SpecError, PlanError, RunError, CalibrationError, NoFeasiblePlanError)
 # Work of one rank: an argument that can be pickled, a store through which all ranks meet, the rank.
 Work = Callable[[Any, Store, int], None]
+# Ranks notice a lost peer sooner than the launcher does, and wait so long for the launcher to see the cause first.
+_NOTICE_SECONDS = 1.0
+# A signal to all processes of a terminal may end a rank before this process has handled it.
+_SIGNAL_SECONDS = 0.3
+_HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+# What gloo, NCCL and the store say when a peer has gone; they raise plain RuntimeErrors at times.
+_LOST_PEER_TEXTS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo/transport")
 
 
 class Interrupted(BaseException):
@@ -31,6 +46,10 @@ class Interrupted(BaseException):
     def __init__(self, signal_number: int) -> None:
         super().__init__(f"ended by {signal.Signals(signal_number).name}")
         self.signal_number = signal_number
+
+
+class LostPeerError(RunError):
+    """Another rank left in the middle; why, only that rank or its launcher knows."""
 
 
 def is_under_torchrun() -> bool:
@@ -43,7 +62,7 @@ def launch(work: Work, argument: Any, *, num_ranks: int, folder: Path) -> None:
 
     Args:
         work: a function of a module, so that it can be found again in another process.
-        folder: where failing ranks leave their reason; unfinished files (`*.tmp`) in it are removed at the end.
+        folder: into which the ranks write; what they leave unfinished there is removed at the end.
 
     Raises:
         RunError: if a rank fails; an error of ours is raised again as it is.
@@ -62,28 +81,111 @@ def launch(work: Work, argument: Any, *, num_ranks: int, folder: Path) -> None:
         max_restarts=0,
         monitor_interval=0.1,
     )
-    # The agent's own report of a failed rank is a traceback; ours is a sentence.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    _silence_the_agent()
+    with tempfile.TemporaryDirectory(prefix="graphpilot-") as causes, _signals_of_the_launcher():
+        try:
+            _launch(config, work, argument, Path(causes))
+        except SignalException as error:
+            raise Interrupted(error.sigval) from error
+        finally:
+            remove_unfinished(folder)
+
+
+def _launch(config: LaunchConfig, work: Work, argument: Any, causes: Path) -> None:
     try:
-        elastic_launch(config, run_as_rank)(work, argument, folder)
+        elastic_launch(config, _run_as_child)(work, argument, causes)
     except ChildFailedError as error:
-        raise _cause(folder, error) from error
-    except SignalException as error:
-        raise Interrupted(error.sigval) from error
-    finally:
-        for leftover in folder.glob("**/*.tmp"):
-            leftover.unlink(missing_ok=True)
+        if error.get_first_failure()[1].exitcode in (-signal.SIGINT, -signal.SIGTERM):
+            time.sleep(_SIGNAL_SECONDS)
+        raise _cause(causes, error) from error
 
 
-def run_as_rank(work: Work, argument: Any, folder: Path) -> None:
-    """Run the work as the rank that torchrun's environment says; leave the reason in `folder` if it fails."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher ends its ranks; they need not say goodbye
-    store, rank, _ = next(rendezvous("env://"))
+def _silence_the_agent() -> None:
+    """Keep torchrun's warnings and tracebacks about ranks that end from the user, who gets a sentence of ours."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+@contextlib.contextmanager
+def _signals_of_the_launcher() -> Iterator[None]:
+    """Keep Ctrl-C from the ranks while they start, and give signals back their handlers afterwards.
+
+    A terminal sends SIGINT to every process of the command. The ranks inherit it blocked, else it would end them in
+    the middle of an import, with a traceback; a thread takes it here, and the launcher then ends the ranks.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    resource_tracker.ensure_running()  # it starts with the ranks and would unblock the signal
+    handlers = {number: signal.getsignal(number) for number in _HANDLED_SIGNALS}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    done = threading.Event()
+
+    def take() -> None:
+        while not done.is_set():
+            if signal.sigtimedwait({signal.SIGINT}, 0.1) is not None:
+                _thread.interrupt_main(signal.SIGINT)
+
+    thread = threading.Thread(target=take, daemon=True)
+    thread.start()
     try:
-        work(argument, store, rank)
+        yield
+    finally:
+        done.set()
+        thread.join()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _run_as_child(work: Work, argument: Any, causes: Path) -> None:
+    """Run the work as a rank that `launch` started; leave the reason in `causes` if it fails."""
+    try:
+        run_as_rank(work, argument)
     except Exception as error:
-        _leave_cause(folder, rank, error)
+        is_lost = isinstance(error, LostPeerError)
+        partial = causes / f"rank{os.environ['RANK']}.tmp"
+        partial.write_bytes(pickle.dumps((is_lost, time.time(), error)))
+        partial.replace(partial.with_suffix(".pickle"))
+        if is_lost:
+            time.sleep(_NOTICE_SECONDS)
         raise
+
+
+def run_as_rank(work: Work, argument: Any) -> None:
+    """Run the work as the rank that torchrun's environment says.
+
+    Raises:
+        LostPeerError: if another rank failed first.
+        RunError: if this rank fails; an error of ours is raised as it is.
+    """
+    # The launcher ends its ranks, also those that wait inside a collective, where no handler of Python's would run.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    rank = int(os.environ["RANK"])
+    try:
+        work(argument, _meeting_store(), rank)
+    except Exception as error:
+        raise _told(error, rank) from error
+
+
+@cache
+def _meeting_store() -> Store:
+    """Return the store of torchrun's environment; a process can join it once."""
+    store: Store = next(rendezvous("env://"))[0]
+    return store
+
+
+def is_first_to_tell() -> bool:
+    """Return whether this rank, which torchrun started, is the first of all to tell an error."""
+    try:
+        store = _meeting_store()
+        store.set_timeout(timedelta(seconds=10))
+        return store.add("graphpilot/errors", 1) == 1
+    except RuntimeError:  # the rank that held the store has gone, and has told why
+        return os.environ["RANK"] == "0"
 
 
 def meet(store: Store, name: str, num_ranks: int, *, arrive: bool = True) -> None:
@@ -94,30 +196,37 @@ def meet(store: Store, name: str, num_ranks: int, *, arrive: bool = True) -> Non
         time.sleep(0.02)
 
 
-def _cause(folder: Path, error: ChildFailedError) -> Exception:
+def _cause(causes: Path, error: ChildFailedError) -> Exception:
     """Return what the first failing rank left behind; a rank that was killed left nothing but its exit code."""
-    found = sorted(folder.glob("error-rank*.pickle"))
-    causes = [pickle.loads(path.read_bytes()) for path in found]
-    for path in found:
-        path.unlink()
-    if causes:
-        _, cause = min(causes, key=lambda pair: pair[0])
+    found = [pickle.loads(path.read_bytes()) for path in causes.glob("*.pickle")]
+    is_lost, _, cause = min(found, key=lambda entry: entry[:2], default=(True, 0.0, None))
+    rank, failure = error.get_first_failure()
+    if cause is not None and not (is_lost and failure.exitcode < 0):
         assert isinstance(cause, Exception)
         return cause
-    rank, failure = error.get_first_failure()
-    return RunError(f"rank {rank} ended with exit code {failure.exitcode} before it could say why")
+    if failure.exitcode < 0:
+        name = signal.Signals(-failure.exitcode).name
+        hint = "; the system kills processes when memory runs out" if name == "SIGKILL" else ""
+        return RunError(f"rank {rank} was ended by {name} (exit code {failure.exitcode}), so all ranks ended{hint}")
+    return RunError(f"rank {rank} ended with exit code {failure.exitcode} before it could say why, so all ranks ended")
 
 
-def _leave_cause(folder: Path, rank: int, error: Exception) -> None:
-    """Write the reason where the launcher finds it; the loss of a peer is not a reason."""
+def _told(error: Exception, rank: int) -> Exception:
+    """Return an error as the user is to read it; one that is our own fault carries its traceback as a note."""
+    if isinstance(error, RunError):
+        return type(error)(f"rank {rank}: {error}")
     if isinstance(error, OWN_ERRORS):
-        cause: Exception = type(error)(f"rank {rank}: {error}")
-    elif isinstance(error, torch.OutOfMemoryError):
-        cause = RunError(f"rank {rank} ran out of device memory: {error}; recompute layers or use more ranks")
-    elif isinstance(error, dist.DistError) or "Connection closed by peer" in str(error):
-        return
-    else:
-        cause = RuntimeError(f"rank {rank}: {''.join(traceback.format_exception(error))}")
-    partial = folder / f"error-rank{rank}.tmp"
-    partial.write_bytes(pickle.dumps((time.time(), cause)))
-    partial.replace(partial.with_suffix(".pickle"))
+        return error  # of files and descriptions, which are the same on every rank
+    if isinstance(error, OSError) and error.filename:
+        return SpecError(f"{error.filename}: {error.strerror or error}")
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return RunError(f"rank {rank} ran out of memory: {_first_line(error)}; recompute layers or use more ranks")
+    if isinstance(error, dist.DistError) or any(text in str(error) for text in _LOST_PEER_TEXTS):
+        return LostPeerError(f"rank {rank} lost contact with another rank: {_first_line(error)}")
+    fault = RuntimeError(f"rank {rank}: {type(error).__name__}: {error}")
+    fault.add_note("".join(traceback.format_exception(error)))
+    return fault
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

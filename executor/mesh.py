@@ -79,13 +79,13 @@ def joined_mesh(
     if kind is DeviceKind.CPU and _is_single_host():
         # gloo picks its interface by the host's name, which need not resolve on a machine without a network.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # Without device_id: with it, DeviceMesh splits the world's communicator, a crash in torch 2.11 with NCCL 2.28.
     dist.init_process_group(
         kind.backend,
         store=store,
         rank=rank,
         world_size=num_ranks,
         timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS),
-        device_id=device if kind is DeviceKind.CUDA else None,
     )
     try:
         mesh = init_device_mesh(device.type, (data_parallel_degree, graph_parallel_degree), mesh_dim_names=("dp", "gp"))

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from executor.attention.edges import EdgeGraph, edge_attention
+from executor.attention.edges import edge_attention
+from executor.attention.graph import EdgeGraph
 from simulator.specs.program import TaskKind
 
 
@@ -91,15 +92,17 @@ class _KeyedDropout(torch.autograd.Function):
         node_bits_N = _mix(node_N.to(torch.int32) ^ _signed(seed))
         bits_ND = _mix(node_bits_N.unsqueeze(1) ^ _mix(column_D * 2 + 1))
         threshold = int(ratio * 2**32) - 2**31
-        ctx.keep_ND = bits_ND >= threshold
+        keep_ND = bits_ND >= threshold
+        ctx.save_for_backward(keep_ND)  # so that a layer computed again does not keep it
         ctx.factor = 1 / (1 - ratio)
-        out_ND: Tensor = x_ND * ctx.keep_ND * ctx.factor
+        out_ND: Tensor = x_ND * keep_ND * ctx.factor
         return out_ND
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (grad_ND,) = gradients
-        return grad_ND * ctx.keep_ND * ctx.factor, None, None, None
+        (keep_ND,) = ctx.saved_tensors
+        return grad_ND * keep_ND * ctx.factor, None, None, None
 
 
 def _signed(value: int) -> int:

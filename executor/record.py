@@ -25,6 +25,10 @@ from simulator.specs.program import Phase, Stream, TaskKind, task_name
 from simulator.specs.trace import Span
 from simulator.specs.units import Dtype
 
+# Ranges that torch opens by itself: around steps of the profiler, and inside tasks around NCCL's calls (seen in
+# ../shared/measured/h200x2/kineto_ddp_rank0.json.gz) and an optimizer's step.
+_FOREIGN_RANGES = ("ProfilerStep", "nccl:", "Optimizer.")
+
 
 @dataclass(slots=True, kw_only=True)
 class Mark:
@@ -273,9 +277,9 @@ def _range_at(ranges: dict[int, list[tuple[float, float, str]]], launch: tuple[i
         return ""
     thread, instant = launch
     found = ranges.get(thread, [])
-    # Ranges of tasks follow one another; one around several tasks, such as the profiler's own, started earlier.
+    # Ranges of tasks follow one another; one around several tasks started earlier.
     for start, end, name in reversed(found[: bisect.bisect_right(found, (instant, float("inf"), ""))]):
-        if start <= instant <= end and not name.startswith("ProfilerStep"):
+        if start <= instant <= end and not name.startswith(_FOREIGN_RANGES):
             return name
     return ""
 

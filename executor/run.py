@@ -21,7 +21,7 @@ from executor.encodings import cache_folder, positional_encodings
 from executor.environment import environment
 from executor.launch import is_under_torchrun, launch, meet, run_as_rank
 from executor.mesh import Place, joined_mesh
-from executor.progress import RunProgress
+from executor.progress import CountProgress
 from executor.record import Recorder, StepTracer, with_waiting
 from executor.train import Evaluation, Inputs, StepClock, Trainer, require_finite
 from simulator.constraints import violations
@@ -29,7 +29,7 @@ from simulator.errors import PlanError
 from simulator.readers.graphs import open_graph
 from simulator.specs.cluster import DeviceKind
 from simulator.specs.decision import PlanFile
-from simulator.specs.files import read_plan, write_text_atomic, write_trace
+from simulator.specs.files import read_plan, remove_unfinished, write_atomic, write_text_atomic, write_trace
 from simulator.specs.trace import Trace, TraceOrigin
 
 logger = logging.getLogger(__name__)
@@ -97,10 +97,14 @@ def run_plans(runs: Sequence[PlanRun]) -> None:
                 f"the plan has num_ranks = {most_ranks}, but torchrun started {world_size}: raise --nproc-per-node or "
                 "--nnodes, or plan for fewer ranks"
             )
-        run_as_rank(_work, list(runs), runs[0].out)
+        run_as_rank(_work, list(runs))
         return
     _check_devices(plans, most_ranks)
-    launch(_work, list(runs), num_ranks=most_ranks, folder=runs[0].out)
+    try:
+        launch(_work, list(runs), num_ranks=most_ranks, folder=runs[0].out)
+    finally:
+        for run in runs[1:]:
+            remove_unfinished(run.out)
 
 
 def _check_devices(plans: list[tuple[PlanRun, PlanFile]], most_ranks: int) -> None:
@@ -144,14 +148,18 @@ def _work_on_plan(run: PlanRun, file: PlanFile, store: Store, rank: int) -> None
         data_parallel_degree=file.plan.data_parallel_degree,
         graph_parallel_degree=file.plan.graph_parallel_degree,
     ) as place:
+        if kind is DeviceKind.CUDA:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(place.device)
         recorder = Recorder(annotate=kind is DeviceKind.CUDA, precision=file.plan.precision)
         trainer = Trainer(file.plan, file.graph, file.model, file.train, inputs, place, recorder)
-        result, best_weights = train_loop(trainer, store, RunProgress(file, quiet=run.quiet or rank > 0))
+        progress = CountProgress("training", "step", file.train.num_steps, quiet=run.quiet or rank > 0)
+        result, best_weights = train_loop(trainer, store, progress)
     if rank == 0:
         _write_result(run.out, result, best_weights)
 
 
-def train_loop(trainer: Trainer, store: Store, progress: RunProgress) -> tuple[RunResult, dict[str, Tensor]]:
+def train_loop(trainer: Trainer, store: Store, progress: CountProgress) -> tuple[RunResult, dict[str, Tensor]]:
     """Train to the end; return the result and the weights of the best evaluation, on the CPU.
 
     The first steps, `warmup_steps_of`, are slower and left out of the trace's durations; the last
@@ -179,13 +187,16 @@ def train_loop(trainer: Trainer, store: Store, progress: RunProgress) -> tuple[R
                 clock.stop()
             is_last = step == train.num_steps - 1
             if (step + 1) % train.evaluate_every_steps == 0 or is_last:
-                require_finite(float(losses[-1]), step)
+                unchecked = evaluations[-1][0] + 1 if evaluations else 0
+                for earlier, loss in enumerate(losses[unchecked:], start=unchecked):
+                    require_finite(float(loss), earlier)
                 evaluation = trainer.evaluate()
                 evaluations.append((step, evaluation))
                 if not best_weights or evaluation.val_accuracy_ratio > best_of(evaluations[:-1]).val_accuracy_ratio:
                     best_step = step
                     best_weights = {name: value.cpu().clone() for name, value in trainer.model.state_dict().items()}
-                progress.show(step, float(losses[-1]), evaluation)
+                accuracy = f"validation accuracy {evaluation.val_accuracy_ratio:.3f}"
+                progress.show(step + 1, f"loss {float(losses[-1]):.4f}, {accuracy}")
     seconds = clock.seconds()
     first_traced = train.num_steps - train.trace_steps
     first_warm = min(warmup_steps_of(train.num_steps), first_traced)
@@ -238,10 +249,7 @@ def _gather(store: Store, place: Place, mine: Any) -> list[Any]:
 
 def _write_result(out: Path, result: RunResult, best_weights: dict[str, Tensor]) -> None:
     write_trace(out / "measured.json", result.trace)
-    weights = out / "weights.pt"
-    partial = weights.with_suffix(".tmp")
-    torch.save(best_weights, partial)
-    partial.replace(weights)
+    write_atomic(out / "weights.pt", lambda file: torch.save(best_weights, file))
     content = {
         "losses": result.losses,
         "evaluations": [{"step": step, **asdict(evaluation)} for step, evaluation in result.evaluations],

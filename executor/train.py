@@ -110,6 +110,7 @@ class Trainer:
         num_train_rows = sum(
             self.plan.partition.parts[part].num_train_nodes for batch in set(batches) for part in batch
         )
+        num_train_rows = max(num_train_rows, 1)  # a step without labels has a loss of 0, not 0 / 0
         if parts in self._batches and self._batches[parts].num_train_rows_of_step == num_train_rows:
             self._batches.move_to_end(parts)
             return self._batches[parts]
@@ -251,5 +252,6 @@ def require_finite(loss: float, step: int) -> None:
     """
     if not math.isfinite(loss):
         raise RunError(
-            f"the loss of step {step} is {loss}: lower train.learning_rate or train.max_gradient_norm, or train in fp32"
+            f"the loss of step {step + 1} is {loss}: lower train.learning_rate or train.max_gradient_norm, or train in "
+            "fp32"
         )

@@ -147,7 +147,7 @@ def _recalibrated_collectives(
     costs = CollectiveCosts(cluster, calibration)
     ratios: dict[tuple[TaskKind, int], list[float]] = defaultdict(list)
     for run in runs:
-        for tasks, seconds in _measured_collectives(run):
+        for tasks, seconds in _measured_collectives(run, cluster):
             predicted = costs.price(tasks)
             flow_seconds = max((flow.num_bytes / flow.max_bytes_per_second for flow in predicted.flows), default=0.0)
             ratios[tasks[0].kind, len(tasks)].append(seconds / (predicted.latency_seconds + flow_seconds))
@@ -158,15 +158,17 @@ def _recalibrated_collectives(
             continue
         factor = statistics.median(found)
         corrections.append(Correction(label=f"{kind} on {num_ranks} ranks", num_spans=len(found), factor=factor))
-        samples = [
-            _scaled(sample, factor) if (sample.kind, sample.num_ranks) == (kind, num_ranks) else sample
-            for sample in samples
-        ]
+        # Where this number of ranks was not measured before, the samples that served for it become its own.
+        scaled = [_scaled(sample, factor) for sample in costs.curve(kind, num_ranks)]
+        samples = [sample for sample in samples if (sample.kind, sample.num_ranks) != (kind, num_ranks)] + scaled
     return tuple(samples), corrections
 
 
-def _measured_collectives(run: MeasuredRun) -> list[tuple[tuple[Task, ...], float]]:
-    """Return the tasks of each measured collective and the seconds from its last arrival to its end."""
+def _measured_collectives(run: MeasuredRun, cluster: ClusterSpec) -> list[tuple[tuple[Task, ...], float]]:
+    """Return the tasks of each measured collective and the seconds from its last arrival to its end.
+
+    Those across hosts are left out: samples are of one host, and what the network adds is priced by its link.
+    """
     meetings: dict[tuple[int, str, tuple[int, ...]], list[Span]] = defaultdict(list)
     for span in run.trace.spans:
         if span.kind.is_collective:
@@ -174,7 +176,8 @@ def _measured_collectives(run: MeasuredRun) -> list[tuple[tuple[Task, ...], floa
     found = []
     for (_, _, group), spans in meetings.items():
         seconds = statistics.median(span.busy_seconds for span in spans)
-        if len(spans) == len(group) and seconds > _SHORTEST_SECONDS:
+        spans_hosts = len({cluster.host_of(rank) for rank in group}) > 1
+        if len(spans) == len(group) and seconds > _SHORTEST_SECONDS and not spans_hosts:
             tasks = tuple(
                 _task(span.kind, span.phase, span.dtype, span.shape, group=group)
                 for span in sorted(spans, key=lambda span: span.rank)

@@ -1,13 +1,15 @@
 """Flows and seconds of one collective on a group.
 
-Inside one host with a calibration, a collective's time is what was measured for its kind and number of ranks,
-interpolated in log space over bytes. Elsewhere it is a latency and the bytes that cross the busiest port, by the
-formulas of ring algorithms. Either way the bytes are flows, so collectives that run at once share ports.
+With a calibration, a collective's time inside one host is what was measured for its kind and number of ranks,
+interpolated in log space over bytes; without one it is a latency and the bytes that cross the busiest port, by the
+formulas of ring algorithms. Across hosts, the bytes that leave each host come on top. Either way the bytes are flows,
+so collectives that run at once share ports.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,7 +19,6 @@ from simulator.specs.cost import CollectiveCost, Flow, Port
 from simulator.specs.program import Task, TaskKind
 
 DEVICE_OUT, DEVICE_IN, HOST_OUT, HOST_IN = "device_out", "device_in", "host_out", "host_in"
-_Curve = list[CollectiveSample]
 
 
 def port_capacities(cluster: ClusterSpec) -> dict[Port, float]:
@@ -41,11 +42,12 @@ class CollectiveCosts:
 
     def __init__(self, cluster: ClusterSpec, calibration: Calibration | None) -> None:
         self._cluster = cluster
-        self._curves: dict[tuple[TaskKind, int], _Curve] = defaultdict(list)
+        self._curves: dict[tuple[TaskKind, int], list[CollectiveSample]] = defaultdict(list)
         for sample in calibration.collectives if calibration else ():
             self._curves[sample.kind, sample.num_ranks].append(sample)
         for curve in self._curves.values():
             curve.sort(key=lambda sample: sample.num_bytes)
+        self._served: dict[tuple[TaskKind, int], list[CollectiveSample]] = {}
 
     def price(self, tasks: tuple[Task, ...]) -> CollectiveCost:
         """Return what a collective costs once all have arrived.
@@ -54,56 +56,65 @@ class CollectiveCosts:
             tasks: of the group's ranks, in the group's order; all the same but for their bytes.
         """
         group = tasks[0].group
-        hosts = {self._cluster.host_of(rank) for rank in group}
-        curve = self._nearest_curve(tasks[0].kind, len(group)) if len(hosts) == 1 else []
-        if not curve:
-            return self._by_formula(tasks, spans_hosts=len(hosts) > 1)
-        kind = tasks[0].kind
-        num_ranks = curve[0].num_ranks
-        # A measured curve of another number of ranks serves for the bytes that each rank's port carries.
-        factor = _wire_ratio(kind, len(group)) / _wire_ratio(kind, num_ranks)
-        num_bytes = _priced_bytes(tasks) * factor
-        seconds = _interpolate(curve, num_bytes)
-        latency = min(curve[0].seconds, seconds)
-        host_seconds = float(np.median([sample.host_seconds for sample in curve]))
+        if len(group) == 1:
+            return CollectiveCost(host_seconds=0.0, latency_seconds=0.0, flows=())
+        spans_hosts = len({self._cluster.host_of(rank) for rank in group}) > 1
+        # What it would take in one host is the least that it takes across hosts.
+        host_seconds, latency, seconds = self._inside_host(tasks)
+        if spans_hosts:
+            latency = max(latency, self._cluster.host_link.latency_seconds)
         return CollectiveCost(
             host_seconds=host_seconds,
             latency_seconds=latency,
-            flows=self._flows(tasks, seconds - latency, spans_hosts=False),
+            flows=self._flows(tasks, seconds, spans_hosts=spans_hosts),
         )
 
     def log_spread(self, task: Task) -> float:
         """Return the half-width of the cost's deciles, as a logarithm; 0 where nothing was measured."""
-        curve = self._nearest_curve(task.kind, len(task.group))
+        curve = self.curve(task.kind, len(task.group))
         if not curve:
             return 0.0
         return float(np.median([0.5 * math.log(sample.high_seconds / sample.low_seconds) for sample in curve]))
 
-    def _nearest_curve(self, kind: TaskKind, num_ranks: int) -> _Curve:
+    def curve(self, kind: TaskKind, num_ranks: int) -> list[CollectiveSample]:
+        """Return samples of a kind by bytes, measured on so many ranks or on the nearest number; empty without any.
+
+        Samples of another number of ranks serve for the bytes that each rank's port carries.
+        """
+        if (kind, num_ranks) not in self._served:
+            self._served[kind, num_ranks] = self._nearest_curve(kind, num_ranks)
+        return self._served[kind, num_ranks]
+
+    def _nearest_curve(self, kind: TaskKind, num_ranks: int) -> list[CollectiveSample]:
         measured = [ranks for (found, ranks) in self._curves if found is kind]
         if not measured:
             return []
-        return self._curves[kind, min(measured, key=lambda ranks: (abs(math.log(ranks / num_ranks)), ranks))]
+        nearest = min(measured, key=lambda ranks: (abs(math.log(ranks / num_ranks)), ranks))
+        factor = _wire_ratio(kind, nearest) / _wire_ratio(kind, num_ranks)
+        return [
+            replace(sample, num_ranks=num_ranks, num_bytes=round(sample.num_bytes * factor))
+            for sample in self._curves[kind, nearest]
+        ]
 
-    def _by_formula(self, tasks: tuple[Task, ...], *, spans_hosts: bool) -> CollectiveCost:
-        link = self._cluster.host_link if spans_hosts else self._cluster.device_link
-        wire_bytes = _priced_bytes(tasks) * _wire_ratio(tasks[0].kind, len(tasks))
-        seconds = wire_bytes / self._cluster.device_link.bandwidth_bytes_per_second
-        return CollectiveCost(
-            host_seconds=0.0,
-            latency_seconds=link.latency_seconds if len(tasks) > 1 else 0.0,
-            flows=self._flows(tasks, seconds, spans_hosts=spans_hosts),
-        )
+    def _inside_host(self, tasks: tuple[Task, ...]) -> tuple[float, float, float]:
+        """Return seconds of issuing, of latency and of moving bytes, as if one host held all ranks."""
+        kind, link = tasks[0].kind, self._cluster.device_link
+        curve = self.curve(kind, len(tasks))
+        num_bytes = _priced_bytes(tasks)
+        if not curve:
+            wire_bytes = num_bytes * _wire_ratio(kind, len(tasks))
+            return 0.0, link.latency_seconds, wire_bytes / link.bandwidth_bytes_per_second
+        seconds = _interpolate(curve, num_bytes)
+        latency = min(curve[0].seconds, seconds)
+        return float(np.median([sample.host_seconds for sample in curve])), latency, seconds - latency
 
     def _flows(self, tasks: tuple[Task, ...], seconds: float, *, spans_hosts: bool) -> tuple[Flow, ...]:
         """Return one flow a device, in and out together, that alone takes `seconds`, and one a host."""
-        if seconds <= 0 or len(tasks) == 1:
-            return ()
-        group = tasks[0].group
         rate = self._cluster.device_link.bandwidth_bytes_per_second
         flows = [
             Flow(num_bytes=seconds * rate, ports=((DEVICE_OUT, rank), (DEVICE_IN, rank)), max_bytes_per_second=rate)
-            for rank in group
+            for rank in tasks[0].group
+            if seconds > 0
         ]
         return (*flows, *self._host_flows(tasks)) if spans_hosts else tuple(flows)
 
@@ -163,9 +174,9 @@ def _bytes_leaving(tasks: Sequence[Task], members: Sequence[int]) -> float:
     return max(task.num_bytes for task in tasks) * _wire_ratio(kind, len(tasks))
 
 
-def _interpolate(curve: _Curve, num_bytes: float) -> float:
+def _interpolate(curve: Sequence[CollectiveSample], num_bytes: float) -> float:
     """Return seconds, piecewise linear in log bytes and log seconds; beyond the last point time follows bytes."""
-    sizes = [sample.num_bytes for sample in curve]
+    sizes = [max(sample.num_bytes, 1) for sample in curve]  # none has no logarithm
     seconds = np.maximum.accumulate([sample.seconds for sample in curve])  # more bytes never take less time
     if num_bytes <= sizes[0]:
         return float(seconds[0])

@@ -254,7 +254,8 @@ def _mismatch(key: _Key, waiting: set[int], found: Mapping[_Key, Mapping[int, in
     """Say which ranks issue a collective, which of its group do not, and what these issue under its name."""
     name, _, group = key
     if strangers := waiting - set(group):
-        return f"{_key_text(key)} must be issued by ranks of its group only, got {_ranks_text(sorted(strangers))}"
+        found_on = _ranks_text(sorted(strangers))
+        return f"collective {_key_text(key)} must be issued by ranks of its group only, got {found_on}"
     missing = set(group) - waiting
     others = [
         f"{_ranks_text(sorted(missing & index_of.keys()))} with {_key_text(other)}"

@@ -7,6 +7,7 @@ from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import EdgeBias, ModelSpec
 from simulator.specs.plan import Exchange, Plan, Recompute
+from simulator.specs.units import Dimension, format_quantity
 from simulator.workload import PARAMETER_BYTES, RankWork, num_input_columns, num_parameters, rank_work
 
 INDEX_BYTES = 8  # torch's indices are int64
@@ -47,8 +48,9 @@ def misfit(plan_memory: Sequence[RankMemory], cluster: ClusterSpec) -> str:
     if need <= have:
         return ""
     largest = sorted(plan_memory[rank], key=lambda pair: -pair[1])[:2]
-    parts = " and ".join(f"{name} {num_bytes / 2**30:.1f} GiB" for name, num_bytes in largest)
-    return f"rank {rank} needs {need / 2**30:.1f} GiB of {have / 2**30:.1f} GiB, most of it {parts}"
+    parts = " and ".join(f"{name} {format_quantity(num_bytes, Dimension.BYTES)}" for name, num_bytes in largest)
+    need_text, have_text = (format_quantity(num_bytes, Dimension.BYTES) for num_bytes in (need, have))
+    return f"rank {rank} needs {need_text} of {have_text}, most of it {parts}"
 
 
 def _rank_memory(plan: Plan, graph: GraphSpec, model: ModelSpec, cluster: ClusterSpec, work: RankWork) -> RankMemory:

@@ -9,15 +9,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from executor import operations
-from executor.attention.edges import EdgeGraph
+from executor.attention.graph import EdgeGraph
+from executor.compat import making_sparse_csr
 from executor.exchange import ExchangeLayout, exchange_rows
 from executor.operations import Operation, SparseFeatures
 from executor.record import Recorder
 from executor.train import TORCH_DTYPES, clip_flat_gradient_
+from simulator.costs import task_bytes
 from simulator.specs.plan import Exchange
 from simulator.specs.program import Phase, TaskKind
-from simulator.specs.units import Dtype
+from simulator.specs.units import MIB, Dtype
 
+# Between the writing of an activation and its use in the backward pass, and between two steps, a model of two or three
+# layers touches about this many tensors of the size of one task's; a task that is run again at once finds its data in
+# caches, which made step times up to 1.8 times as long as the sum of their tasks on a CPU.
+STEP_TENSORS = 32
+# Twice the last-level cache: 32 MiB of an AMD EPYC's core complex, 60 MB of an H200.
+MAX_EVICTED_BYTES = {"cpu": 64 * MIB, "cuda": 128 * MIB}
 TASK_NAME = "measured"  # of the task under test; "before" is the one whose result it takes
 
 
@@ -40,48 +48,55 @@ def build_case(
     kind: TaskKind, shape: tuple[int, ...], dtype: Dtype, device: torch.device, group: dist.ProcessGroup | None
 ) -> Case:
     """Return a runnable case of a shape on random inputs; packing needs a group."""
-    make = _Inputs(TORCH_DTYPES[dtype], device)
+    make = _Inputs(TORCH_DTYPES[dtype], device, int(task_bytes(kind, Phase.FORWARD, shape, dtype)))
     match kind:
         case TaskKind.LINEAR | TaskKind.INPUT_LINEAR:
             rows, columns_in, columns_out = shape
             weight, bias = make.parameter(columns_out, columns_in), make.parameter(columns_out)
             if kind is TaskKind.INPUT_LINEAR:
-                run = _leaf_runner(operations.INPUT_LINEAR, make.rows(rows, columns_in), weight, bias)
+                run = _leaf_runner(make, operations.INPUT_LINEAR, make.rows(rows, columns_in), weight, bias)
             else:
-                run = _runner(operations.LINEAR, make.rows(rows, columns_in), weight, bias)
+                run = _runner(make, operations.LINEAR, make.rows(rows, columns_in), weight, bias)
         case TaskKind.SPARSE_LINEAR:
             rows, entries, columns_in, columns_out = shape
             features = make.sparse(rows, entries, columns_in)
             weight = make.parameter(columns_in, columns_out)
-            run = _leaf_runner(operations.SPARSE_LINEAR, features, weight, make.dtype)
+            run = _leaf_runner(make, operations.SPARSE_LINEAR, features, weight, make.dtype)
         case TaskKind.PROJECTION:
             rows, columns_in, columns_out = shape
-            run = _runner(operations.PROJECTION, make.rows(rows, columns_in), make.parameter(columns_out, columns_in))
+            run = _runner(
+                make, operations.PROJECTION, make.rows(rows, columns_in), make.parameter(columns_out, columns_in)
+            )
         case TaskKind.LAYER_NORM:
             columns = shape[1]
             # In a layer the norm's input is also the residual, so its gradient meets another one.
             run = _runner(
-                operations.LAYER_NORM, make.rows(*shape), make.parameter(columns), make.parameter(columns), forked=True
+                make,
+                operations.LAYER_NORM,
+                make.rows(*shape),
+                make.parameter(columns),
+                make.parameter(columns),
+                forked=True,
             )
         case TaskKind.GELU:
-            run = _runner(operations.GELU, make.rows(*shape))
+            run = _runner(make, operations.GELU, make.rows(*shape))
         case TaskKind.DROPOUT:
-            run = _runner(operations.DROPOUT, make.rows(*shape), torch.arange(shape[0], device=device), 0.5, 7)
+            run = _runner(make, operations.DROPOUT, make.rows(*shape), torch.arange(shape[0], device=device), 0.5, 7)
         case TaskKind.RESIDUAL:
-            run = _runner(operations.RESIDUAL, make.rows(*shape), make.rows(*shape).requires_grad_())
+            run = _runner(make, operations.RESIDUAL, make.rows(*shape), make.rows(*shape))
         case TaskKind.HALO_PACK | TaskKind.PAD_ROWS:
             return _pack_case(kind, shape, dtype, make, group)
         case TaskKind.EDGE_BIAS:
             edges, heads = shape
             bucket_E = torch.randint(0, 16, (edges,), device=device, generator=make.generator)
-            run = _leaf_runner(operations.EDGE_BIAS, make.parameter(16, heads), bucket_E)
+            run = _leaf_runner(make, operations.EDGE_BIAS, make.parameter(16, heads), bucket_E)
         case TaskKind.ATTENTION:
             run = _attention_runner(shape, make)
         case TaskKind.LOSS:
             rows, labelled, columns = shape
             row_T = torch.randperm(rows, device=device, generator=make.generator)[:labelled].sort().values
             label_T = torch.randint(0, columns, (labelled,), device=device, generator=make.generator)
-            run = _runner(operations.LOSS, make.rows(rows, columns), row_T, label_T, labelled)
+            run = _runner(make, operations.LOSS, make.rows(rows, columns), row_T, label_T, labelled)
         case TaskKind.CLIP | TaskKind.OPTIMIZER:
             run = _update_runner(kind, shape, make)
         case _:
@@ -90,11 +105,21 @@ def build_case(
 
 
 class _Inputs:
-    """Makes random inputs of one number format on one device."""
+    """Makes random inputs of one number format on one device, and empties caches as a step does.
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    Args:
+        tensor_bytes: size of the task's largest tensor.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, tensor_bytes: int) -> None:
         self.dtype, self.device = dtype, device
+        num_bytes = min(STEP_TENSORS * tensor_bytes, MAX_EVICTED_BYTES[device.type])
+        self._evicting = torch.zeros(num_bytes // 4, device=device)
         self.generator = torch.Generator(device).manual_seed(0)
+
+    def evict(self) -> None:
+        """Touch as much memory as the rest of a step does between two uses of a tensor."""
+        self._evicting.add_(1)
 
     def rows(self, *shape: int) -> Tensor:
         """Return activations."""
@@ -111,30 +136,37 @@ class _Inputs:
         flat = torch.randint(0, rows * columns, (entries,), device=self.device, generator=self.generator).unique()
         index = torch.stack([flat // columns, flat % columns])
         values = torch.ones(index.shape[1], device=self.device)
-        matrix = torch.sparse_coo_tensor(index, values, (rows, columns), is_coalesced=True)
-        return SparseFeatures(rows=matrix.to_sparse_csr(), columns=matrix.t().coalesce().to_sparse_csr())
+        with making_sparse_csr():
+            matrix = torch.sparse_coo_tensor(index, values, (rows, columns), is_coalesced=True)
+            return SparseFeatures(rows=matrix.to_sparse_csr(), columns=matrix.t().coalesce().to_sparse_csr())
 
 
-def _runner(operation: Operation, x: Tensor, *rest: Any, forked: bool = False) -> Callable[[Recorder], None]:
+def _runner(
+    make: _Inputs, operation: Operation, x: Tensor, *rest: Any, forked: bool = False
+) -> Callable[[Recorder], None]:
     """Return a run of an operation on the result of another node, which bounds its backward pass."""
     leaf = x.requires_grad_()
 
     def run(recorder: Recorder) -> None:
         leaf.grad = None
+        make.evict()
         before = recorder.run("before", _SCALE, leaf)
         result = recorder.run(TASK_NAME, operation, before, *rest)
         outputs = [result] if isinstance(result, Tensor) else list(result)
         roots = [*outputs, before] if forked else outputs
+        make.evict()
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
 
     return run
 
 
-def _leaf_runner(operation: Operation, *arguments: Any) -> Callable[[Recorder], None]:
+def _leaf_runner(make: _Inputs, operation: Operation, *arguments: Any) -> Callable[[Recorder], None]:
     """Return a run of an operation whose inputs are data or parameters, so that its backward pass is the last."""
 
     def run(recorder: Recorder) -> None:
+        make.evict()
         result = recorder.run(TASK_NAME, operation, *arguments)
+        make.evict()
         torch.autograd.backward([result], [torch.ones_like(result)])
 
     return run
@@ -161,8 +193,10 @@ def _attention_runner(shape: tuple[int, ...], make: _Inputs) -> Callable[[Record
 
     def run(recorder: Recorder) -> None:
         q_ND.grad = kv_M2D.grad = None
+        make.evict()
         before_q, before_kv = recorder.run("before", _SCALE, q_ND), kv_M2D * 1.0
         out_ND = recorder.run(TASK_NAME, operations.ATTENTION, before_q, before_kv, None, graph, heads)
+        make.evict()
         out_ND.backward(torch.ones_like(out_ND))
 
     return run
@@ -178,6 +212,7 @@ def _update_runner(kind: TaskKind, shape: tuple[int, ...], make: _Inputs) -> Cal
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
 
     def run(recorder: Recorder) -> None:
+        make.evict()
         with recorder.task(TASK_NAME, kind, Phase.UPDATE, shape):
             if kind is TaskKind.CLIP:
                 clip_flat_gradient_(flat, 1.0)
@@ -211,8 +246,10 @@ def _pack_case(
 
     def run(recorder: Recorder) -> None:
         leaf.grad = None
+        make.evict()
         before = recorder.run("before", _SCALE, leaf)
         out = exchange_rows(before, exchange, layout, recorder=recorder, layer=TASK_NAME)
+        make.evict()
         out.backward(torch.ones_like(out))
 
     return Case(kind=kind, dtype=dtype, shape=shape, run=run)

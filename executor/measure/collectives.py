@@ -11,9 +11,11 @@ from executor.compat import all_gather_single, reduce_scatter_single
 from executor.measure.computes import ORIGIN, deciles, synchronize
 from executor.measure.effort import Effort
 from executor.mesh import Place
-from executor.record import profiled_events
+from executor.record import kernel_times, profiled_events
 from simulator.specs.calibration import CollectiveSample
 from simulator.specs.program import TaskKind
+
+_RANGE = "collective"
 
 
 def measure_collectives(effort: Effort, place: Place, kinds: Sequence[TaskKind]) -> list[CollectiveSample]:
@@ -86,18 +88,19 @@ def _time_collective(call: Callable[[], object], effort: Effort, place: Place) -
 
 def _time_collective_on_gpu(call: Callable[[], object], repetitions: int, place: Place) -> tuple[list[float], float]:
     host_seconds = []
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        for _ in range(repetitions):
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        for repetition in range(repetitions):
             dist.barrier(place.world)
             torch.cuda.synchronize()
-            started = time.perf_counter()
-            call()
-            host_seconds.append(time.perf_counter() - started)
+            with torch.profiler.record_function(f"{_RANGE}{repetition}"):
+                started = time.perf_counter()
+                call()
+                host_seconds.append(time.perf_counter() - started)
             torch.cuda.synchronize()
-    kernels = [event for event in profiled_events(profiler) if event.get("cat") == "kernel"]
-    # Each repetition has a barrier's kernel, then the collective's.
-    durations = [kernel["dur"] / 1e6 for kernel in sorted(kernels, key=lambda kernel: kernel["ts"])][1::2]
-    mine = torch.tensor(durations[:repetitions], device=place.device, dtype=torch.float64)
+    times, _ = kernel_times(profiled_events(profiler))
+    durations = [times[f"{_RANGE}{repetition}"].busy_seconds for repetition in range(repetitions)]
+    mine = torch.tensor(durations, device=place.device, dtype=torch.float64)
     # A kernel's duration includes the wait for the slowest rank, so the shortest over ranks is the cost.
     dist.all_reduce(mine, dist.ReduceOp.MIN, group=place.world)
     return mine.tolist(), statistics.median(host_seconds)

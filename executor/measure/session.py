@@ -15,6 +15,7 @@ from executor.measure.collectives import measure_collectives
 from executor.measure.computes import compute_samples, measure_case
 from executor.measure.effort import FULL_CPU, FULL_CUDA, QUICK_CPU, QUICK_CUDA, Effort, case_shapes
 from executor.mesh import Place, joined_mesh
+from executor.progress import CountProgress
 from simulator.specs.calibration import Calibration, CollectiveSample, ComputeSample
 from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.files import read_calibration, write_calibration
@@ -34,12 +35,14 @@ class Session:
         cluster: whose devices to measure; of this host, one rank a device.
         precisions: number formats of activations.
         out: gets the calibration.
+        quiet: print no progress.
     """
 
     cluster: ClusterSpec
     effort: Effort
     precisions: tuple[Dtype, ...]
     out: Path
+    quiet: bool = False
 
 
 def effort_of(kind: DeviceKind, *, quick: bool) -> Effort:
@@ -80,13 +83,17 @@ def _work(session: Session, store: Store, rank: int) -> None:
     computes: list[ComputeSample] = []
     collectives: list[CollectiveSample] = []
     if rank == 0:
-        with joined_mesh(kind, PrefixStore("alone", store), rank=0, local_rank=local_rank) as place:
-            computes.extend(_compute_samples(session, place, busy_devices=1))
+        alone = PrefixStore("alone", store)
+        with joined_mesh(kind, alone, rank=0, local_rank=local_rank) as place, _progress(session, 1, rank) as progress:
+            computes.extend(_compute_samples(session, place, progress, busy_devices=1))
     meet(store, "alone", 1, arrive=rank == 0)
     if num_ranks > 1:
         together = PrefixStore("together", store)
-        with joined_mesh(kind, together, rank=rank, local_rank=local_rank, graph_parallel_degree=num_ranks) as place:
-            computes.extend(_compute_samples(session, place, busy_devices=num_ranks))
+        with (
+            joined_mesh(kind, together, rank=rank, local_rank=local_rank, graph_parallel_degree=num_ranks) as place,
+            _progress(session, num_ranks, rank) as progress,
+        ):
+            computes.extend(_compute_samples(session, place, progress, busy_devices=num_ranks))
         collectives.extend(_collective_samples(session, store, rank, local_rank))
     if rank == 0:
         calibration = Calibration(
@@ -99,12 +106,22 @@ def _work(session: Session, store: Store, rank: int) -> None:
     meet(store, "written", 1, arrive=rank == 0)
 
 
-def _compute_samples(session: Session, place: Place, *, busy_devices: int) -> list[ComputeSample]:
+def _progress(session: Session, busy_devices: int, rank: int) -> CountProgress:
+    """Return the progress of the tasks that are measured while so many devices are busy."""
+    total = len(session.precisions) * len(list(case_shapes(session.effort)))
+    title = f"tasks on {busy_devices} of {session.cluster.devices_per_host} devices"
+    return CountProgress(title, title, total, lines=4, quiet=session.quiet or rank > 0)
+
+
+def _compute_samples(
+    session: Session, place: Place, progress: CountProgress, *, busy_devices: int
+) -> list[ComputeSample]:
     """Return samples of this place's ranks working side by side, the same on each."""
     samples = []
     on_gpu = place.device.type == "cuda"
     for precision in session.precisions:
         for kind, shape in case_shapes(session.effort):
+            progress.advance(kind.value)
             is_packing = kind in _PACKING
             if (on_gpu and busy_devices > 1 and not is_packing) or (is_packing and place.world is None):
                 continue

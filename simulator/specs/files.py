@@ -74,11 +74,12 @@ Traces are Chrome trace JSON (`chrome.py`), one event a line:
 
 import json
 import os
+import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from simulator.errors import SpecError
 from simulator.specs.calibration import Calibration
@@ -214,17 +215,30 @@ def write_text_atomic(path: Path, text: str) -> None:
     Raises:
         SpecError: if the file cannot be written.
     """
+    write_atomic(path, lambda file: file.write(text.encode()))
+
+
+def write_atomic(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Write a file so that, whatever happens, its path holds the old content or the new; makes missing folders.
+
+    Args:
+        write: puts the whole content into the opened file.
+
+    Raises:
+        SpecError: if the file cannot be written.
+    """
     target = path.resolve()
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
         if target.exists() and not target.is_file():  # such as /dev/stdout, which must not be replaced
-            target.write_text(text, encoding="utf-8")
+            with target.open("wb") as file:
+                write(file)
             return
         if not target.parent.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with temporary.open("x", encoding="utf-8") as file:
-                file.write(text)
+            with temporary.open("xb") as file:
+                write(file)
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(target)
@@ -232,6 +246,13 @@ def write_text_atomic(path: Path, text: str) -> None:
             temporary.unlink(missing_ok=True)
     except OSError as error:
         raise SpecError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove the temporary files of `write_atomic` in a folder, which stay behind when a process is killed."""
+    for path in folder.glob(".*.tmp"):
+        if re.fullmatch(r"\..+\.[0-9a-f]{8}\.tmp", path.name):
+            path.unlink(missing_ok=True)
 
 
 def _cluster_of_run(table: dict[str, Any], path: Path) -> dict[str, Any] | None:
@@ -252,6 +273,6 @@ def _read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise SpecError(f"{path}: is not text in UTF-8: {error.reason} at byte {error.start}") from error
     except OSError as error:
-        raise SpecError(f"{path}: cannot be read: {error.strerror or error}") from error
+        raise SpecError(f"{path}: cannot be read: {error.strerror or error}; correct the path") from error
     except ValueError as error:  # a path that no file can have
         raise SpecError(f"{path!r}: cannot be read: {error}") from error

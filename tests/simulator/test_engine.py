@@ -205,7 +205,7 @@ def test_tasks_without_cost_are_legal_and_keep_their_order():
 
 
 def test_rounding_of_the_clock_ends_no_collective_before_it_begins():
-    # "y" waits for its issue, which is known once "x" has ended; from there a delay can only hit 1.75, not 1.75 + 2**-52.
+    # "y" waits for its issue, which is known once "x" has ended; from there the clock can only hit 1.75.
     first_seconds, second_seconds = 0.5 + 2**-53, 1.75 + 2**-52
     assert first_seconds + (second_seconds - first_seconds) < second_seconds
     tasks = [collective("x", (0,)), collective("y", (0,)), collective("z", (0,))]

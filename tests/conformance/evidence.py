@@ -1,0 +1,216 @@
+"""What a task of each kind does, as the profiler shows it: the operators that must have run, with their operands."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from simulator.specs.model import NUM_DEGREE_BUCKETS
+from simulator.specs.program import Phase, Task, TaskKind
+from simulator.specs.units import Dtype
+from tests.conformance.observe import Dims, ObservedTask, Operands, Operator
+
+TYPES = {Dtype.FLOAT32: "float", Dtype.BFLOAT16: "c10::BFloat16"}
+# Operators that cost much: a task runs no other of them than it must.
+GOVERNED = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("mm", "addmm", "bmm", "native_layer_norm", "native_layer_norm_backward", "gelu", "gelu_backward"),
+        *("_log_softmax", "_log_softmax_backward_data", "linalg_vector_norm", "_fused_adamw_"),
+    )
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """An operator that must have run in a task.
+
+    Attributes:
+        names: any of these.
+        dims: sizes of its first arguments.
+        type: number format of its first argument; any if empty.
+        numbers: arguments that are no tensors, by position, as text.
+    """
+
+    names: tuple[str, ...]
+    dims: Dims
+    type: str = ""
+    numbers: tuple[tuple[int, str], ...] = ()
+
+    def is_met_by(self, operator: Operator) -> bool:
+        """Return whether this is the operator."""
+        return (
+            operator.name in self.names
+            and operator.dims[: len(self.dims)] == self.dims
+            and (not self.type or operator.types[:1] == (self.type,))
+            and all(operator.numbers[position : position + 1] == (text,) for position, text in self.numbers)
+        )
+
+    def __str__(self) -> str:
+        numbers = "".join(f", argument {position} = {text}" for position, text in self.numbers)
+        return f"{' or '.join(self.names)} {_dims_text(self.dims)} {self.type}{numbers}".strip()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedOperand:
+    """A tensor that some operator of a task must have taken, whichever operators there are.
+
+    Attributes:
+        sizes: any of these.
+    """
+
+    sizes: tuple[tuple[int, ...], ...]
+
+    def is_met_by(self, operator: Operator) -> bool:
+        """Return whether the operator takes such a tensor."""
+        return any(dims in self.sizes for dims in operator.dims)
+
+    def __str__(self) -> str:
+        return f"a tensor {' or '.join(map(str, self.sizes))}"
+
+
+def missing_evidence(task: Task, observed: ObservedTask) -> list[str]:
+    """Return what a task should have done and did not, and what it did and should not have."""
+    found = []
+    met: set[int] = set()
+    for expected in _expected_operators(task):
+        position = next(
+            (
+                index
+                for index, operator in enumerate(observed.operators)
+                if index not in met and expected.is_met_by(operator)
+            ),
+            None,
+        )
+        if position is None:
+            ran = "; ".join(_similar(observed.operators, expected)) or "nothing like it"
+            found.append(f"should have run {expected}, but ran {ran}")
+        elif isinstance(expected, Expected):
+            met.add(position)
+    for index, operator in enumerate(observed.operators):
+        if operator.name in GOVERNED and index not in met:
+            found.append(f"also ran {operator.name} {_dims_text(operator.dims)}")
+    expected_operands = _expected_operands(task)
+    if observed.operands != expected_operands:
+        found.append(f"should have had {expected_operands} as operands, but had {observed.operands}")
+    return found
+
+
+def _similar(operators: Iterable[Operator], expected: Expected | ExpectedOperand) -> list[str]:
+    """Return the operators of the expected name, in words."""
+    return [
+        f"{operator.name} {_dims_text(operator.dims)} {operator.types[0] if operator.types else ''}".strip()
+        for operator in operators
+        if isinstance(expected, Expected) and operator.name in expected.names
+    ]
+
+
+def _dims_text(dims: Dims) -> str:
+    return " x ".join(str(sizes) for sizes in dims if sizes)
+
+
+def _expected_operands(task: Task) -> tuple[Operands, ...]:
+    if task.kind is TaskKind.SPARSE_LINEAR:
+        return (Operands(function="mm", counts=(task.shape[1],)),)
+    if task.kind is TaskKind.OPTIMIZER:
+        return (Operands(function="_fused_adamw_", counts=task.shape),)
+    return ()
+
+
+def _expected_operators(task: Task) -> list[Expected] | list[ExpectedOperand]:
+    backward = task.phase is Phase.BACKWARD
+    match task.kind:
+        case TaskKind.LINEAR | TaskKind.INPUT_LINEAR | TaskKind.PROJECTION | TaskKind.SPARSE_LINEAR:
+            return _products(task)
+        case TaskKind.ATTENTION:
+            return _attention(task)
+        case TaskKind.HALO_PACK | TaskKind.PAD_ROWS:
+            return _packing(task)
+        case TaskKind.LAYER_NORM:
+            return [
+                _aten("native_layer_norm_backward" if backward else "native_layer_norm", task.shape, dtype=task.dtype)
+            ]
+        case TaskKind.GELU:
+            return [_aten("gelu_backward" if backward else "gelu", task.shape, dtype=task.dtype)]
+        case TaskKind.DROPOUT:
+            return [_aten("mul", task.shape, task.shape, dtype=task.dtype)]
+        case TaskKind.RESIDUAL:
+            if backward:
+                return [Expected(names=("AddBackward0",), dims=(task.shape,), type=TYPES[task.dtype])]
+            return [_aten("add", task.shape, task.shape, dtype=task.dtype)]
+        case TaskKind.EDGE_BIAS:
+            edges, heads = task.shape
+            if backward:
+                return [_aten("index_select_backward", (edges, heads), (), (), (edges,))]
+            return [_aten("index_select", (NUM_DEGREE_BUCKETS, heads), (), (edges,))]
+        case TaskKind.LOSS:
+            rows, labelled, columns = task.shape
+            if backward:
+                return [
+                    _aten("_log_softmax_backward_data", (labelled, columns), dtype=Dtype.FLOAT32),
+                    _aten("index_add_", (rows, columns), (), (labelled,), (labelled, columns), dtype=task.dtype),
+                ]
+            return [
+                _aten("index_select", (rows, columns), (), (labelled,), dtype=task.dtype),
+                _aten("_log_softmax", (labelled, columns), dtype=Dtype.FLOAT32),
+            ]
+        case TaskKind.CLIP:
+            elements = task.shape[:1]
+            return [_aten("linalg_vector_norm", elements, dtype=task.dtype), _aten("mul_", elements, dtype=task.dtype)]
+        case TaskKind.OPTIMIZER:
+            # The buffer of gradients holds the loss too.
+            return [_aten("_fused_adamw_"), _aten("zero_", (task.shape[0] + 1,), dtype=task.dtype)]
+        case _:
+            return []
+
+
+def _products(task: Task) -> list[Expected]:
+    backward, dtype = task.phase is Phase.BACKWARD, task.dtype
+    if task.kind is TaskKind.SPARSE_LINEAR:
+        rows, _, columns_in, columns_out = task.shape
+        if backward:
+            return [_aten("mm", (columns_in, rows), (rows, columns_out), dtype=Dtype.FLOAT32)]
+        return [_aten("mm", (rows, columns_in), (columns_in, columns_out), dtype=Dtype.FLOAT32)]
+    rows, columns_in, columns_out = task.shape
+    if not backward:
+        operands = ((rows, columns_in), (columns_in, columns_out))
+        if task.kind is TaskKind.PROJECTION:
+            return [_aten("mm", *operands, dtype=dtype)]
+        return [_aten("addmm", (columns_out,), *operands, dtype=dtype)]
+    found = [_aten("mm", (columns_out, rows), (rows, columns_in), dtype=dtype)]
+    if task.kind is not TaskKind.INPUT_LINEAR:
+        found.append(_aten("mm", (rows, columns_out), (columns_out, columns_in), dtype=dtype))
+    if task.kind is not TaskKind.PROJECTION:
+        found.append(_aten("sum", (rows, columns_out), dtype=dtype))
+    return found
+
+
+def _attention(task: Task) -> list[ExpectedOperand]:
+    """Return the operands of attention, which more than one implementation offers."""
+    targets, sources, edges, heads, head_size = task.shape
+    return [
+        ExpectedOperand(sizes=((targets, heads, head_size),)),
+        ExpectedOperand(sizes=((sources, 2, heads, head_size), (sources, heads, head_size))),
+        ExpectedOperand(sizes=((edges,), (edges, heads), (edges, heads, head_size))),
+    ]
+
+
+def _packing(task: Task) -> list[Expected]:
+    rows, others, columns = task.shape
+    if task.kind is TaskKind.HALO_PACK:
+        if task.phase is Phase.BACKWARD:
+            return [_aten("index_add", (rows, columns), (), (others,), (others, columns), dtype=task.dtype)]
+        return [
+            _aten("index_select", (rows, columns), (), (others,), dtype=task.dtype),
+            _aten("copy_", (rows, columns), (rows, columns), dtype=task.dtype),
+        ]
+    if task.phase is not Phase.BACKWARD:
+        return [
+            _aten("copy_", (rows, columns), (rows, columns), dtype=task.dtype),
+            _aten("fill_", (others - rows, columns), dtype=task.dtype),
+        ]
+    # A view of the first rows, which is no operator at all where they are all there are.
+    taken = Expected(names=("aten::slice",), dims=((others, columns),), numbers=((3, str(rows)),))
+    return [taken] if others > rows else []
+
+
+def _aten(name: str, *dims: tuple[int, ...], dtype: Dtype | None = None) -> Expected:
+    return Expected(names=(f"aten::{name}",), dims=dims, type=TYPES[dtype] if dtype else "")

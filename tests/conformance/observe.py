@@ -1,0 +1,333 @@
+"""Runs one training step under torch's profiler and tells what it did: tasks, their operators, calls of collectives.
+
+Nothing here asks the recorder for shapes: operands come from the profiler's `record_shapes`, bytes from the tensors
+that are handed to torch.distributed, and what the profiler does not tell (entries of sparse operands, long lists of
+tensors) from the operands at the call. Names are those of the ranges in the profile.
+"""
+
+import contextlib
+import functools
+import itertools
+import math
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import executor.exchange
+from executor.record import kernel_times, profiled_events
+from executor.train import Trainer
+
+TASK_PREFIX = "task/"
+_PROBE_PREFIX = "probe/"
+
+# Sizes of an operator's arguments: a tuple of counts for a tensor, of such tuples for a list of tensors.
+Dims: TypeAlias = tuple[Any, ...]
+Event: TypeAlias = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """An operator that ran inside a task.
+
+    Attributes:
+        dims: sizes of each argument; empty for what is no tensor.
+        types: number format of each argument, such as "float"; empty for what is no tensor.
+        numbers: each argument as text; empty for tensors.
+    """
+
+    name: str
+    dims: Dims
+    types: tuple[str, ...]
+    numbers: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A call into torch.distributed.
+
+    Attributes:
+        function: its name.
+        sent_bytes: of this rank's input, to each rank of the group in an all-to-all, else in all.
+        ranks: of the group.
+    """
+
+    function: str
+    sent_bytes: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operands:
+    """What the profiler does not tell of an operator's operands.
+
+    Attributes:
+        function: "mm" with a sparse operand, or "_fused_adamw_".
+        counts: entries of the sparse operand; elements and tensors of the parameters.
+    """
+
+    function: str
+    counts: tuple[int, ...]
+
+
+Probe: TypeAlias = Call | Operands
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObservedTask:
+    """A named range of the step and what ran inside."""
+
+    name: str
+    operators: tuple[Operator, ...]
+    calls: tuple[Call, ...]
+    operands: tuple[Operands, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObservedStep:
+    """What one rank did in a step.
+
+    Attributes:
+        tasks: in the order in which they began.
+        num_calls: of torch.distributed, also outside of tasks.
+        num_collective_operators: of the library below it; more than `num_calls` if something was not seen at the call.
+        busy_seconds: of operators without operators inside, or of kernels on GPUs.
+        named_seconds: of them, those inside tasks.
+    """
+
+    tasks: tuple[ObservedTask, ...]
+    num_calls: int
+    num_collective_operators: int
+    busy_seconds: float
+    named_seconds: float
+
+
+def observe_step(trainer: Trainer, step: int) -> ObservedStep:
+    """Train one step on this rank and return what it did; all ranks of the plan call this together.
+
+    The trainer's recorder must annotate. A step or more before it should have warmed everything up.
+    """
+    data = trainer.batch(step)
+    on_gpu = trainer.place.device.type == "cuda"
+    activities = [torch.profiler.ProfilerActivity.CPU, *[torch.profiler.ProfilerActivity.CUDA] * on_gpu]
+    if on_gpu:
+        torch.cuda.synchronize()
+    with _probes() as probes, torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
+        trainer.recorder.start(prefix=TASK_PREFIX)
+        trainer.step(step, data)
+        trainer.recorder.stop()
+        if on_gpu:
+            torch.cuda.synchronize()
+    return observed_step(profiled_events(profiler), probes, on_gpu=on_gpu)
+
+
+def observed_step(events: Sequence[Event], probes: Sequence[Probe], *, on_gpu: bool) -> ObservedStep:
+    """Return what the profile of a step holds.
+
+    Args:
+        events: `traceEvents` of the Chrome trace.
+        probes: what was seen at calls; the profile has a range for each, named by its index.
+        on_gpu: count the time of kernels instead of operators.
+    """
+    complete = [event for event in events if event.get("ph") == "X"]
+    annotations = [event for event in complete if event.get("cat") == "user_annotation"]
+    operators = [event for event in complete if event.get("cat") == "cpu_op"]
+    ranges = _Ranges([event for event in annotations if event["name"].startswith(TASK_PREFIX)])
+    inside: dict[int | None, list[Event]] = defaultdict(list)
+    for event in sorted(
+        [*operators, *(event for event in annotations if event["name"].startswith(_PROBE_PREFIX))],
+        key=lambda event: event["ts"],
+    ):
+        inside[ranges.at(event)].append(event)
+    return ObservedStep(
+        tasks=tuple(_tasks(ranges, inside, probes)),
+        num_calls=sum(isinstance(probe, Call) for probe in probes),
+        num_collective_operators=sum(operator["name"].startswith("c10d::") for operator in operators),
+        **(_kernel_seconds(events) if on_gpu else _operator_seconds(operators, ranges)),
+    )
+
+
+class _Ranges:
+    """Named ranges, which on each thread follow one another.
+
+    Attributes:
+        events: in the order in which they began.
+    """
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self.events = sorted(events, key=lambda event: event["ts"])
+        self._by_thread: dict[int, list[int]] = defaultdict(list)
+        for index, event in enumerate(self.events):
+            self._by_thread[event["tid"]].append(index)
+
+    def at(self, event: Event) -> int | None:
+        """Return the index of the range in which an event begins.
+
+        The range is of the same thread; on a thread without ranges, which works for a call that another one waits
+        for, it is of any.
+        """
+        indices = self._by_thread.get(event["tid"], range(len(self.events)))
+        position = bisect_right(indices, event["ts"], key=lambda index: self.events[index]["ts"]) - 1
+        if position < 0:
+            return None
+        found = self.events[indices[position]]
+        return indices[position] if event["ts"] <= found["ts"] + found["dur"] else None
+
+
+def _tasks(ranges: _Ranges, inside: dict[int | None, list[Event]], probes: Sequence[Probe]) -> Iterator[ObservedTask]:
+    """Yield the tasks; a backward task that was interrupted by a layer's recomputation is one task."""
+    for name, indices in _whole_tasks([event["name"].removeprefix(TASK_PREFIX) for event in ranges.events]):
+        found = list(itertools.chain.from_iterable(inside[index] for index in indices))
+        seen = [
+            probes[int(event["name"].removeprefix(_PROBE_PREFIX))]
+            for event in found
+            if event["name"].startswith(_PROBE_PREFIX)
+        ]
+        yield ObservedTask(
+            name=name,
+            operators=tuple(_operators([event for event in found if event["cat"] == "cpu_op"])),
+            calls=tuple(probe for probe in seen if isinstance(probe, Call)),
+            operands=tuple(probe for probe in seen if isinstance(probe, Operands)),
+        )
+
+
+def _whole_tasks(names: Sequence[str]) -> list[tuple[str, list[int]]]:
+    """Return the name of each task and the indices of its ranges, two if recomputed tasks came in between."""
+    found: list[tuple[str, list[int]]] = []
+    resumable: list[int] | None = None
+    for index, name in enumerate(names):
+        if name.endswith(".recompute"):
+            if found and not found[-1][0].endswith(".recompute"):
+                resumable = found[-1][1]
+            found.append((name, [index]))
+        elif resumable is not None and names[resumable[0]] == name:
+            resumable.append(index)
+            resumable = None
+        else:
+            found.append((name, [index]))
+            resumable = None
+    return found
+
+
+def _operators(events: Sequence[Event]) -> Iterator[Operator]:
+    """Yield operators in order, but none that a product runs inside, which differ by device and by layout."""
+    product_end = -math.inf
+    for event in events:
+        if event["ts"] < product_end:
+            continue
+        if event["name"] in ("aten::mm", "aten::addmm"):
+            product_end = event["ts"] + event["dur"]
+        arguments = event.get("args", {})
+        yield Operator(
+            name=event["name"],
+            dims=_tuples(arguments.get("Input Dims", [])),
+            types=tuple(map(str, arguments.get("Input type", []))),
+            numbers=tuple(map(str, arguments.get("Concrete Inputs", []))),
+        )
+
+
+def _tuples(nested: list[Any]) -> Dims:
+    return tuple(_tuples(item) if isinstance(item, list) else item for item in nested)
+
+
+def _operator_seconds(operators: Sequence[Event], ranges: _Ranges) -> dict[str, float]:
+    """Return the time of operators of the tensor library that call no other, in all and inside tasks."""
+    leaves: list[Event] = []
+    by_thread: dict[int, list[Event]] = defaultdict(list)
+    for event in operators:
+        by_thread[event["tid"]].append(event)
+    for found in by_thread.values():
+        found.sort(key=lambda event: (event["ts"], -event["dur"]))
+        for event, following in itertools.zip_longest(found, found[1:]):
+            is_leaf = following is None or following["ts"] >= event["ts"] + event["dur"]
+            if is_leaf and event["name"].startswith("aten::"):
+                leaves.append(event)
+    return {
+        "busy_seconds": sum(event["dur"] for event in leaves) / 1e6,
+        "named_seconds": sum(event["dur"] for event in leaves if ranges.at(event) is not None) / 1e6,
+    }
+
+
+def _kernel_seconds(events: Sequence[Event]) -> dict[str, float]:
+    """Return the time of kernels, in all and inside tasks."""
+    own = [event for event in events if not str(event.get("name")).startswith(_PROBE_PREFIX)]
+    times, outside_seconds = kernel_times(own)
+    return {
+        "busy_seconds": outside_seconds + sum(kernel.busy_seconds for kernel in times.values()),
+        "named_seconds": sum(kernel.busy_seconds for name, kernel in times.items() if name.startswith(TASK_PREFIX)),
+    }
+
+
+# --- What is seen at a call, with a range in the profile that tells when.
+
+
+@contextlib.contextmanager
+def _probes() -> Iterator[list[Probe]]:
+    """Look at each call of a collective and each product with a sparse operand; give the list that they fill."""
+    found: list[Probe] = []
+    with contextlib.ExitStack() as stack:
+        for module, name, look in (
+            (dist, "all_to_all_single", _all_to_all_call),
+            (dist, "all_reduce", _all_reduce_call),
+            (executor.exchange, "all_gather_single", functools.partial(_call_with_output, "all_gather")),
+            (executor.exchange, "reduce_scatter_single", functools.partial(_call_with_output, "reduce_scatter")),
+            (torch, "mm", _sparse_operand),
+            (torch, "_fused_adamw_", _parameters),
+        ):
+            stack.enter_context(mock.patch.object(module, name, _probed(getattr(module, name), look, found)))
+        yield found
+
+
+def _probed(function: Callable[..., Any], look: Callable[..., Probe | None], found: list[Probe]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        probe = look(*arguments, **named)
+        if probe is None:
+            return function(*arguments, **named)
+        found.append(probe)
+        with torch.profiler.record_function(f"{_PROBE_PREFIX}{len(found) - 1}"):
+            return function(*arguments, **named)
+
+    return call
+
+
+def _ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+
+
+def _all_to_all_call(
+    output: torch.Tensor,
+    given: torch.Tensor,
+    output_splits: list[int],
+    input_splits: list[int],
+    group: dist.ProcessGroup | None = None,
+    **_: Any,
+) -> Call:
+    row_bytes = math.prod(given.shape[1:]) * given.element_size()
+    assert (sum(input_splits), sum(output_splits)) == (len(given), len(output)), "splits must cover the tensors"
+    return Call(function="all_to_all", sent_bytes=tuple(rows * row_bytes for rows in input_splits), ranks=_ranks(group))
+
+
+def _all_reduce_call(tensor: torch.Tensor, *_: Any, group: dist.ProcessGroup | None = None, **__: Any) -> Call:
+    return Call(function="all_reduce", sent_bytes=(tensor.nbytes,), ranks=_ranks(group))
+
+
+def _call_with_output(
+    function: str, output: torch.Tensor, given: torch.Tensor, *_: Any, group: dist.ProcessGroup | None = None, **__: Any
+) -> Call:
+    del output
+    return Call(function=function, sent_bytes=(given.nbytes,), ranks=_ranks(group))
+
+
+def _sparse_operand(left: torch.Tensor, *_: Any, **__: Any) -> Operands | None:
+    return None if left.layout is torch.strided else Operands(function="mm", counts=(left.values().numel(),))
+
+
+def _parameters(parameters: Sequence[torch.Tensor], *_: Any, **__: Any) -> Operands:
+    elements = sum(parameter.numel() for parameter in parameters)
+    return Operands(function="_fused_adamw_", counts=(elements, len(parameters)))

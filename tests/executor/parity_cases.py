@@ -1,0 +1,242 @@
+"""Plans of every kind on awkward graphs, each to be compared with `dense_reference.py`."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from executor.train import Inputs
+from simulator.readers.graphs import Graph
+from simulator.specs.graph import GraphSpec
+from simulator.specs.model import EdgeBias, ModelSpec
+from simulator.specs.plan import Exchange, Plan, Recompute, batch_parts
+from simulator.specs.train import TrainSpec
+from simulator.specs.units import MIB, Dtype
+from simulator.workload import parameter_shapes
+from tests.executor.dense_reference import Parameters, Problem
+from tests.executor.made_graphs import CUTS, GRAPHS, partition_of, spec_of
+
+NUM_STEPS = 20
+MOST_RANKS = 4
+NONE, HALO, ALL_GATHER = Exchange
+KEEP, AGAIN = Recompute
+SMALL_BUCKETS = 1024  # bytes; the model's gradients fill about ten of them
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParityCase:
+    """A plan on a graph, with a model.
+
+    Attributes:
+        graph_name: key of `GRAPHS`.
+        cut: key of `CUTS`.
+        num_parts: 0 for one part a rank of the graph group, so for the full graph.
+        parts_per_batch: 0 for one part a rank of the graph group.
+        extras: dropout, edge bias and encodings are in the model.
+    """
+
+    graph_name: str = "awkward"
+    cut: str = "uneven"
+    data_parallel_degree: int = 1
+    graph_parallel_degree: int = 1
+    num_parts: int = 0
+    parts_per_batch: int = 0
+    exchange: tuple[Exchange, Exchange] = (NONE, NONE)
+    recompute: tuple[Recompute, Recompute] = (KEEP, KEEP)
+    precision: Dtype = Dtype.FLOAT32
+    gradient_bucket_bytes: int = 25 * MIB
+    extras: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the plan."""
+        return self.data_parallel_degree * self.graph_parallel_degree
+
+    @cached_property
+    def graph(self) -> Graph:
+        """The graph's arrays."""
+        return GRAPHS[self.graph_name]()
+
+    @cached_property
+    def graph_spec(self) -> GraphSpec:
+        """The graph in numbers."""
+        return spec_of(self.graph)
+
+    @cached_property
+    def model(self) -> ModelSpec:
+        """The model."""
+        return ModelSpec(
+            width=16,
+            num_heads=2,
+            num_layers=2,
+            feed_forward_width=24,
+            dropout_ratio=0.3 if self.extras else 0.0,
+            edge_bias=EdgeBias.DEGREE if self.extras else EdgeBias.NONE,
+            laplacian_encodings=2 if self.extras else 0,
+            random_walk_encodings=3 if self.extras else 0,
+        )
+
+    @property
+    def train(self) -> TrainSpec:
+        """The training; early gradients are clipped, later ones are not."""
+        return TrainSpec(
+            num_steps=NUM_STEPS,
+            learning_rate=0.005,
+            weight_decay=0.01,
+            warmup_steps=3,
+            max_gradient_norm=1.5,
+            seed=5,
+        )
+
+    @cached_property
+    def part_N(self) -> np.ndarray:
+        """Part of each node."""
+        return CUTS[self.cut](self.graph, self._num_parts)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan."""
+        return Plan(
+            data_parallel_degree=self.data_parallel_degree,
+            graph_parallel_degree=self.graph_parallel_degree,
+            partition=partition_of(self.graph, self.part_N, self._num_parts),
+            parts_per_batch=self.parts_per_batch or self.graph_parallel_degree,
+            exchange=self.exchange,
+            recompute=self.recompute,
+            precision=self.precision,
+            gradient_bucket_bytes=self.gradient_bucket_bytes,
+        )
+
+    @property
+    def encodings(self) -> np.ndarray | None:
+        """Numbers in the place of positional encodings, which `test_encodings.py` tests."""
+        if self.model.num_encodings == 0:
+            return None
+        shape = (self.graph.num_nodes, self.model.num_encodings)
+        return np.random.default_rng(3).normal(size=shape).astype(np.float32)
+
+    @property
+    def inputs(self) -> Inputs:
+        """What the executor reads from files."""
+        return Inputs(graph=self.graph, part_N=self.part_N, encodings=self.encodings)
+
+    @property
+    def problem(self) -> Problem:
+        """What the reference trains."""
+        return Problem(graph=self.graph, encodings=self.encodings, model=self.model, train=self.train)
+
+    @property
+    def initial(self) -> Parameters:
+        """Parameters to start from, none of them zero or one throughout as those that a run draws."""
+        generator = torch.Generator().manual_seed(11)
+        found = {}
+        for name, shape in parameter_shapes(self.graph_spec, self.model):
+            drawn = torch.randn(shape, generator=generator)
+            is_norm_weight = "norm.weight" in name
+            found[name] = 1 + 0.2 * drawn if is_norm_weight else drawn * (shape[-1] ** -0.5)
+        return found
+
+    def blocks(self, step: int) -> np.ndarray:
+        """Return for each node the replica that trains on it in a step, -1 for none."""
+        plan, part_N = self.plan, self.part_N
+        block_N = np.full(len(part_N), -1)
+        for replica, parts in enumerate(batch_parts(plan, step=step, seed=self.train.seed)):
+            block_N[np.isin(part_N, parts)] = replica
+        return block_N
+
+    @property
+    def _num_parts(self) -> int:
+        return self.num_parts or self.graph_parallel_degree
+
+
+def _one_rank() -> dict[str, ParityCase]:
+    return {
+        "full graph": ParityCase(),
+        "full graph, all extras": ParityCase(extras=True, recompute=(AGAIN, KEEP)),
+        "full graph, sparse": ParityCase(graph_name="sparse", recompute=(AGAIN, AGAIN)),
+        "full graph, sparse, all extras": ParityCase(graph_name="sparse", extras=True),
+        "full graph without edges": ParityCase(graph_name="edgeless"),
+        "clusters": ParityCase(num_parts=5, parts_per_batch=2, extras=True, cut="lonely last"),
+        "clusters without labels": ParityCase(num_parts=3, cut="unlabelled last"),
+    }
+
+
+def _graph_parallel(ranks: int) -> dict[str, ParityCase]:
+    halo = ParityCase(graph_parallel_degree=ranks, exchange=(HALO, HALO))
+    gather = replace(halo, exchange=(ALL_GATHER, ALL_GATHER))
+    mixed = replace(halo, exchange=(HALO, ALL_GATHER))
+    return {
+        "halo": halo,
+        "all-gather": gather,
+        "mixed": replace(mixed, gradient_bucket_bytes=SMALL_BUCKETS),
+        "mixed, all extras": replace(
+            halo,
+            exchange=(ALL_GATHER, HALO),
+            extras=True,
+            recompute=(KEEP, AGAIN),
+            gradient_bucket_bytes=SMALL_BUCKETS,
+        ),
+        "halo, sparse, all extras": replace(halo, graph_name="sparse", extras=True, recompute=(AGAIN, AGAIN)),
+        "all-gather, sparse": replace(gather, graph_name="sparse", recompute=(AGAIN, KEEP)),
+        "halo, a part without edges": replace(halo, cut="lonely last"),
+        "mixed, a part without labels": replace(mixed, cut="unlabelled last", extras=True),
+        "halo, no edges": replace(halo, graph_name="edgeless"),
+        "mixed, clusters": replace(mixed, num_parts=2 * ranks + 1, extras=True, recompute=(AGAIN, KEEP)),
+    }
+
+
+def _data_parallel(ranks: int) -> dict[str, ParityCase]:
+    return {
+        "one part each": ParityCase(data_parallel_degree=ranks, num_parts=2 * ranks + 1, cut="lonely last"),
+        "two parts each": ParityCase(
+            data_parallel_degree=ranks,
+            num_parts=2 * ranks + 1,
+            parts_per_batch=2,
+            extras=True,
+            recompute=(AGAIN, KEEP),
+            gradient_bucket_bytes=SMALL_BUCKETS,
+        ),
+        "one part each, sparse": ParityCase(
+            graph_name="sparse", data_parallel_degree=ranks, num_parts=ranks + 1, cut="unlabelled last"
+        ),
+    }
+
+
+def _several_ranks() -> dict[str, ParityCase]:
+    found: dict[str, ParityCase] = {}
+    for ranks in (2, 3):
+        found |= {f"{ranks} graph ranks, {name}": case for name, case in _graph_parallel(ranks).items()}
+        found |= {f"{ranks} replicas, {name}": case for name, case in _data_parallel(ranks).items()}
+    tiny = ParityCase(graph_name="two nodes", cut="by node", graph_parallel_degree=3)
+    return found | {
+        "3 graph ranks on two nodes, halo": replace(tiny, exchange=(HALO, HALO)),
+        "3 graph ranks on two nodes, all-gather": replace(tiny, exchange=(ALL_GATHER, ALL_GATHER), extras=True),
+        "3 replicas on two nodes": replace(tiny, graph_parallel_degree=1, data_parallel_degree=3, num_parts=4),
+        "2 replicas of 2 graph ranks": ParityCase(
+            data_parallel_degree=2,
+            graph_parallel_degree=2,
+            num_parts=5,
+            exchange=(HALO, ALL_GATHER),
+            recompute=(KEEP, AGAIN),
+            extras=True,
+            gradient_bucket_bytes=SMALL_BUCKETS,
+        ),
+        "4 graph ranks": ParityCase(graph_parallel_degree=4, exchange=(ALL_GATHER, HALO), graph_name="sparse"),
+    }
+
+
+def _bfloat16() -> dict[str, ParityCase]:
+    half = Dtype.BFLOAT16
+    return {
+        "full graph, bf16": ParityCase(precision=half, extras=True),
+        "2 graph ranks, bf16": ParityCase(
+            graph_parallel_degree=2, exchange=(HALO, ALL_GATHER), precision=half, recompute=(AGAIN, KEEP)
+        ),
+        "2 replicas, bf16": ParityCase(graph_name="sparse", data_parallel_degree=2, num_parts=5, precision=half),
+    }
+
+
+EXACT_CASES = {**_one_rank(), **_several_ranks()}
+ROUNDED_CASES = _bfloat16()
+CASES = {**EXACT_CASES, **ROUNDED_CASES}

@@ -1,0 +1,117 @@
+"""Runs every parity case on gloo ranks, all in one launch, and reads back what each rank saw."""
+
+import pickle
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # not in __all__
+
+from executor.launch import launch, meet
+from executor.mesh import Place, joined_mesh
+from executor.record import Recorder
+from executor.train import Trainer
+from simulator.specs.cluster import DeviceKind
+from tests.executor.parity_cases import CASES, MOST_RANKS, NUM_STEPS, ParityCase
+
+Parameters = dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankResult:
+    """What one rank saw of a case.
+
+    Attributes:
+        drawn: parameters as the trainer drew them, before the case's own were loaded.
+        losses: of every step.
+        first_gradient: of the first step, over all ranks, before it is clipped.
+        first_accuracies, last_accuracies: train, val and test, before and after training.
+        trained: parameters in the end.
+    """
+
+    drawn: Parameters
+    losses: list[float]
+    first_gradient: Parameters
+    first_accuracies: tuple[float, ...]
+    last_accuracies: tuple[float, ...]
+    trained: Parameters
+
+
+def run_parity_cases(folder: Path) -> None:
+    """Run all cases; their results go to `folder`."""
+    launch(run_as_one_rank, folder, num_ranks=MOST_RANKS, folder=folder)
+
+
+def result_of(folder: Path, name: str, rank: int) -> RankResult:
+    """Return what one rank saw of a case."""
+    found = pickle.loads(_path(folder, name, rank).read_bytes())
+    assert isinstance(found, RankResult)
+    return found
+
+
+def run_as_one_rank(folder: Path, store: Store, rank: int) -> None:
+    """Take part in every case as one rank of the launch; ranks that a case does not need wait for the next one."""
+    for name, case in CASES.items():
+        case_store = PrefixStore(name, store)
+        takes_part = rank < case.num_ranks
+        if takes_part:
+            try:
+                result = _run_case(case, case_store, rank)
+            except Exception as error:
+                error.add_note(f"in the parity case {name!r}")
+                raise
+            _path(folder, name, rank).write_bytes(pickle.dumps(result))
+        meet(case_store, "done", case.num_ranks, arrive=takes_part)
+
+
+def _run_case(case: ParityCase, store: Store, rank: int) -> RankResult:
+    with joined_mesh(
+        DeviceKind.CPU,
+        store,
+        rank=rank,
+        local_rank=rank,
+        data_parallel_degree=case.data_parallel_degree,
+        graph_parallel_degree=case.graph_parallel_degree,
+    ) as place:
+        return _train(case, place)
+
+
+def _train(case: ParityCase, place: Place) -> RankResult:
+    recorder = Recorder(precision=case.precision)
+    trainer = Trainer(case.plan, case.graph_spec, case.model, case.train, case.inputs, place, recorder)
+    drawn = _copied(dict(trainer.model.named_parameters()))
+    trainer.model.load_state_dict(case.initial)
+    first_accuracies = astuple(trainer.evaluate())
+    gradients = _gradients_before_updates(trainer)
+    losses = [float(trainer.step(step, trainer.batch(step))) for step in range(NUM_STEPS)]
+    return RankResult(
+        drawn=drawn,
+        losses=losses,
+        first_gradient=gradients[0],
+        first_accuracies=first_accuracies,
+        last_accuracies=astuple(trainer.evaluate()),
+        trained=_copied(dict(trainer.model.named_parameters())),
+    )
+
+
+def _gradients_before_updates(trainer: Trainer) -> list[Parameters]:
+    """Return a list to which each step adds its reduced gradients, before they are clipped and forgotten."""
+    seen: list[Parameters] = []
+    update = trainer.update
+
+    def look_and_update() -> None:
+        seen.append(
+            {name: value.grad.clone() for name, value in trainer.model.named_parameters() if value.grad is not None}
+        )
+        update()
+
+    trainer.update = look_and_update  # type: ignore[method-assign]
+    return seen
+
+
+def _copied(parameters: Parameters) -> Parameters:
+    return {name: value.detach().clone() for name, value in parameters.items()}
+
+
+def _path(folder: Path, name: str, rank: int) -> Path:
+    return folder / f"{name}.rank{rank}.pickle"

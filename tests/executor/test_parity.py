@@ -1,0 +1,91 @@
+"""Plans of every kind train as one process in fp64 does: losses, gradients and accuracies."""
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from simulator.constraints import violations
+from simulator.specs.cluster import BUILT_IN_CLUSTERS
+from tests.executor.dense_reference import Parameters, ReferenceRun, accuracy_ratios, train_reference
+from tests.executor.parity_cases import CASES, EXACT_CASES, NUM_STEPS, ROUNDED_CASES, ParityCase
+from tests.executor.parity_ranks import RankResult, result_of, run_parity_cases
+
+pytestmark = pytest.mark.dist
+EXACT, ROUNDED = 1e-5, 2e-2
+
+
+@pytest.fixture(scope="session")
+def parity_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the results of every case, run once."""
+    folder: Path = tmp_path_factory.mktemp("parity")
+    run_parity_cases(folder)
+    return folder
+
+
+def reference_of(case: ParityCase) -> ReferenceRun:
+    """Return how one process trains; cases that differ in how the work is spread share it."""
+    blocks = tuple(case.blocks(step).tobytes() for step in range(NUM_STEPS))
+    return _cached_reference(case.graph_name, case.extras, blocks)
+
+
+@functools.cache
+def _cached_reference(graph_name: str, extras: bool, blocks: tuple[bytes, ...]) -> ReferenceRun:
+    case = ParityCase(graph_name=graph_name, extras=extras)
+    return train_reference(case.problem, case.initial, [np.frombuffer(block, np.int64) for block in blocks])
+
+
+def flat(parameters: Parameters) -> Tensor:
+    """Return all numbers in one row, in fp64."""
+    return torch.cat([parameters[name].double().flatten() for name in sorted(parameters)])
+
+
+def gradient_error(found: RankResult, expected: ReferenceRun) -> float:
+    """Return the largest error over the largest absolute value of the whole gradient."""
+    assert found.first_gradient.keys() == expected.first_gradient.keys()
+    right = flat(expected.first_gradient)
+    return float((flat(found.first_gradient) - right).abs().max() / right.abs().max())
+
+
+@pytest.mark.parametrize("name", EXACT_CASES)
+def test_parity(name, parity_folder):
+    case = EXACT_CASES[name]
+    found, expected = result_of(parity_folder, name, 0), reference_of(case)
+    assert found.losses == pytest.approx(expected.losses, rel=EXACT)
+    assert gradient_error(found, expected) < EXACT
+
+
+@pytest.mark.parametrize("name", ROUNDED_CASES)
+def test_parity_in_bf16(name, parity_folder):
+    found, expected = result_of(parity_folder, name, 0), reference_of(ROUNDED_CASES[name])
+    assert found.losses[:3] == pytest.approx(expected.losses[:3], rel=ROUNDED)
+    assert gradient_error(found, expected) < ROUNDED
+
+
+@pytest.mark.parametrize("name", EXACT_CASES)
+def test_ranks_count_right_predictions_as_one_process(name, parity_folder):
+    case = EXACT_CASES[name]
+    found = result_of(parity_folder, name, 0)
+    assert found.first_accuracies == pytest.approx(accuracy_ratios(case.problem, case.initial), abs=1e-6)
+    assert found.last_accuracies == pytest.approx(accuracy_ratios(case.problem, found.trained), abs=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.num_ranks > 1])
+def test_ranks_agree_to_the_last_bit(name, parity_folder):
+    results = [result_of(parity_folder, name, rank) for rank in range(CASES[name].num_ranks)]
+    for other in results[1:]:
+        assert other.losses == results[0].losses
+        assert other.last_accuracies == results[0].last_accuracies
+        assert torch.equal(flat(other.drawn), flat(results[0].drawn))
+        assert torch.equal(flat(other.trained), flat(results[0].trained))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_is_a_plan_that_can_run(name):
+    case = CASES[name]
+    cluster = replace(BUILT_IN_CLUSTERS["h200x8"], devices_per_host=case.num_ranks)
+    assert violations(case.plan, case.graph_spec, case.model, cluster) == []

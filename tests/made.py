@@ -1,0 +1,312 @@
+"""Machines, calibrations, graphs and plans that were made up, from laws simple enough to follow by hand."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from math import prod
+
+from simulator.specs.calibration import Calibration, CollectiveSample, ComputeSample
+from simulator.specs.cluster import ClusterSpec, DeviceKind, DeviceSpec, LinkSpec
+from simulator.specs.graph import GraphFile, GraphSpec
+from simulator.specs.model import ModelSpec
+from simulator.specs.plan import Exchange, PartitionMethod, PartitionSpec, PartSpec, Plan, Recompute
+from simulator.specs.program import COLLECTIVES, Phase, Stream, Task, TaskKind
+from simulator.specs.units import GB, GIB, TERA, Dtype
+
+DEVICE_NAME = "made device"
+COMPUTE_LATENCY_SECONDS, SECONDS_PER_ITEM = 10e-6, 1e-9
+COLLECTIVE_LATENCY_SECONDS, SECONDS_PER_BYTE = 30e-6, 1e-9
+
+_ROWS, _WIDTHS = (64, 1024, 16384), (16, 64)
+_SHAPES: dict[TaskKind, tuple[tuple[int, ...], ...]] = {
+    **{
+        kind: tuple((rows, width, wide * width) for rows in _ROWS for width in _WIDTHS for wide in (1, 2))
+        for kind in (TaskKind.LINEAR, TaskKind.INPUT_LINEAR, TaskKind.PROJECTION)
+    },
+    TaskKind.SPARSE_LINEAR: tuple((rows, 8 * rows, 500, width) for rows in _ROWS for width in _WIDTHS),
+    **{
+        kind: tuple((rows, width) for rows in _ROWS for width in _WIDTHS)
+        for kind in (TaskKind.LAYER_NORM, TaskKind.GELU, TaskKind.DROPOUT, TaskKind.RESIDUAL)
+    },
+    **{
+        kind: tuple((rows, rows // 2, 2 * width) for rows in _ROWS for width in _WIDTHS)
+        for kind in (TaskKind.HALO_PACK, TaskKind.PAD_ROWS)
+    },
+    TaskKind.EDGE_BIAS: tuple((8 * rows, 4) for rows in _ROWS),
+    TaskKind.ATTENTION: tuple((rows, rows, 8 * rows, 4, width // 4) for rows in _ROWS for width in _WIDTHS),
+    TaskKind.LOSS: tuple((rows, rows // 2, 8) for rows in _ROWS),
+    TaskKind.CLIP: ((10_000, 20), (1_000_000, 20)),
+    TaskKind.OPTIMIZER: ((10_000, 20), (1_000_000, 20)),
+}
+_SIZES = (1024, 32 * 1024, 1024 * 1024, 32 * 1024 * 1024)
+
+
+def made_items(kind: TaskKind, shape: tuple[int, ...]) -> int:
+    """Return the amount of work that the law of a kind follows."""
+    match kind:
+        case TaskKind.SPARSE_LINEAR:
+            return shape[1] * shape[3]
+        case TaskKind.ATTENTION:
+            return prod(shape[2:])
+        case TaskKind.LOSS:
+            return shape[1] * shape[2]
+        case TaskKind.HALO_PACK | TaskKind.PAD_ROWS:
+            return (shape[0] + shape[1]) * shape[2]
+        case TaskKind.CLIP | TaskKind.OPTIMIZER:
+            return shape[0]
+        case _:
+            return prod(shape)
+
+
+def made_seconds(kind: TaskKind, phase: Phase, shape: tuple[int, ...]) -> float:
+    """Return the law of compute tasks: a latency and a nanosecond an item, two in the backward pass."""
+    return COMPUTE_LATENCY_SECONDS + SECONDS_PER_ITEM * made_items(kind, shape) * (1 + (phase is Phase.BACKWARD))
+
+
+def made_collective_seconds(kind: TaskKind, num_ranks: int, num_bytes: int) -> float:
+    """Return the law of collectives: a latency and a nanosecond for each byte through a rank's port."""
+    p = num_ranks
+    ratio = {TaskKind.ALL_REDUCE: 2 * (p - 1) / p, TaskKind.ALL_GATHER: p - 1, TaskKind.REDUCE_SCATTER: (p - 1) / p}
+    return COLLECTIVE_LATENCY_SECONDS + SECONDS_PER_BYTE * num_bytes * ratio.get(kind, 1)
+
+
+def phases_of(kind: TaskKind) -> tuple[Phase, ...]:
+    """Return the phases in which a kind of compute task is measured."""
+    return (Phase.UPDATE,) if kind in (TaskKind.CLIP, TaskKind.OPTIMIZER) else (Phase.FORWARD, Phase.BACKWARD)
+
+
+def made_sample(
+    kind: TaskKind, phase: Phase, shape: tuple[int, ...], seconds: float, *, spread: float = 1.0, **fields: object
+) -> ComputeSample:
+    """Return a sample whose deciles are `seconds` over and times `spread`."""
+    defaults = {"dtype": Dtype.FLOAT32, "busy_devices": 1, "host_seconds": 0.0, "origin": "made"}
+    return ComputeSample(
+        kind=kind,
+        phase=phase,
+        shape=shape,
+        seconds=seconds,
+        low_seconds=seconds / spread,
+        high_seconds=seconds * spread,
+        **(defaults | fields),  # type: ignore[arg-type]
+    )
+
+
+def made_collective_sample(
+    kind: TaskKind, num_ranks: int, num_bytes: int, seconds: float, *, spread: float = 1.0, host_seconds: float = 0.0
+) -> CollectiveSample:
+    """Return a sample whose deciles are `seconds` over and times `spread`."""
+    return CollectiveSample(
+        kind=kind,
+        num_ranks=num_ranks,
+        num_bytes=num_bytes,
+        seconds=seconds,
+        low_seconds=seconds / spread,
+        high_seconds=seconds * spread,
+        host_seconds=host_seconds,
+        origin="made",
+    )
+
+
+def made_calibration(
+    *,
+    compute_seconds: Callable[[TaskKind, Phase, tuple[int, ...]], float] = made_seconds,
+    collective_seconds: Callable[[TaskKind, int, int], float] = made_collective_seconds,
+    precisions: Sequence[Dtype] = tuple(Dtype),
+    num_ranks: Sequence[int] = (2, 4),
+    busy_devices: int = 1,
+    spread: float = 1.1,
+    host_seconds: float = 0.0,
+    step_overhead_seconds: float = 0.0,
+) -> Calibration:
+    """Return samples of every kind from laws.
+
+    Args:
+        compute_seconds: of a kind, a phase and a shape.
+        collective_seconds: of a kind, a number of ranks and the bytes that each gives.
+        num_ranks: of the collectives.
+        spread: of deciles around medians.
+        host_seconds: of every task and collective.
+    """
+    return Calibration(
+        device_name=DEVICE_NAME,
+        environment=(("made", "up"),),
+        computes=tuple(
+            made_sample(
+                kind,
+                phase,
+                shape,
+                compute_seconds(kind, phase, shape),
+                spread=spread,
+                dtype=dtype,
+                busy_devices=busy_devices,
+                host_seconds=host_seconds,
+            )
+            for kind, shapes in _SHAPES.items()
+            for phase in phases_of(kind)
+            for dtype in precisions
+            if phase is not Phase.UPDATE or dtype is Dtype.FLOAT32
+            for shape in shapes
+        ),
+        collectives=tuple(
+            made_collective_sample(
+                kind,
+                count,
+                num_bytes,
+                collective_seconds(kind, count, num_bytes),
+                spread=spread,
+                host_seconds=host_seconds,
+            )
+            for kind in sorted(COLLECTIVES)
+            for count in num_ranks
+            for num_bytes in _SIZES
+        ),
+        step_overhead_seconds=step_overhead_seconds,
+    )
+
+
+def made_cluster(
+    *,
+    num_hosts: int = 1,
+    devices_per_host: int = 4,
+    kind: DeviceKind = DeviceKind.CPU,
+    memory_bytes: int = 64 * GIB,
+    device_link: LinkSpec | None = None,
+    host_link: LinkSpec | None = None,
+) -> ClusterSpec:
+    """Return a cluster whose links, if none are given, carry a byte in a nanosecond, and in ten between hosts."""
+    return ClusterSpec(
+        name="made cluster",
+        num_hosts=num_hosts,
+        devices_per_host=devices_per_host,
+        device=DeviceSpec(
+            kind=kind,
+            name=DEVICE_NAME,
+            memory_bytes=memory_bytes,
+            memory_bandwidth_bytes_per_second=10 * GB,
+            fp32_flops_per_second=TERA,
+            bf16_flops_per_second=TERA,
+        ),
+        device_link=device_link or LinkSpec(latency_seconds=5e-6, bandwidth_bytes_per_second=1 * GB),
+        host_link=host_link or LinkSpec(latency_seconds=50e-6, bandwidth_bytes_per_second=0.1 * GB),
+    )
+
+
+def made_task(
+    kind: TaskKind,
+    shape: tuple[int, ...],
+    *,
+    phase: Phase = Phase.FORWARD,
+    dtype: Dtype = Dtype.FLOAT32,
+    group: tuple[int, ...] = (),
+    name: str = "task",
+) -> Task:
+    """Return a task."""
+    stream = Stream.COMMUNICATION if kind.is_collective else Stream.COMPUTE
+    return Task(name=name, kind=kind, phase=phase, shape=shape, dtype=dtype, stream=stream, group=group)
+
+
+def made_collective(kind: TaskKind, num_bytes: Sequence[int] | int, num_ranks: int) -> tuple[Task, ...]:
+    """Return the tasks of a collective of the first ranks, each of which gives so many bytes.
+
+    Of an all-to-all each rank's bytes go to the next one.
+    """
+    group = tuple(range(num_ranks))
+    given = [num_bytes] * num_ranks if isinstance(num_bytes, int) else list(num_bytes)
+    if kind is not TaskKind.ALL_TO_ALL:
+        return tuple(made_task(kind, (given[rank],), group=group) for rank in group)
+    return tuple(
+        made_task(kind, tuple(given[rank] if other == (rank + 1) % num_ranks else 0 for other in group), group=group)
+        for rank in group
+    )
+
+
+def made_model(**fields: object) -> ModelSpec:
+    """Return a small model."""
+    defaults = {"width": 16, "num_heads": 4, "num_layers": 2, "feed_forward_width": 32}
+    return ModelSpec(**(defaults | fields))  # type: ignore[arg-type]
+
+
+def made_part(
+    num_nodes: int, edges_from: Sequence[int], halo_rows_from: Sequence[int], *, num_feature_entries: int = 0
+) -> PartSpec:
+    """Return a part, half of whose nodes are trained on."""
+    return PartSpec(
+        num_nodes=num_nodes,
+        num_train_nodes=num_nodes // 2,
+        num_feature_entries=num_feature_entries,
+        edges_from=tuple(edges_from),
+        halo_rows_from=tuple(halo_rows_from),
+    )
+
+
+def made_partition(parts: Sequence[PartSpec]) -> PartitionSpec:
+    """Return a cut into these parts."""
+    method = PartitionMethod.METIS if len(parts) > 1 else PartitionMethod.SINGLE
+    return PartitionSpec(method=method, seed=0, path="", sha256="0" * 64, parts=tuple(parts))
+
+
+def equal_parts(
+    num_parts: int, *, num_nodes: int, num_edges: int, halo_rows: int = 0, num_feature_entries: int = 0
+) -> PartitionSpec:
+    """Return a cut into equal parts.
+
+    Args:
+        num_nodes, num_edges, num_feature_entries: of the graph, to be divided by `num_parts`; edges by its square.
+        halo_rows: that each part needs of each other one.
+    """
+    return made_partition(
+        [
+            made_part(
+                num_nodes // num_parts,
+                [num_edges // num_parts**2] * num_parts,
+                [halo_rows * (other != part) for other in range(num_parts)],
+                num_feature_entries=num_feature_entries // num_parts,
+            )
+            for part in range(num_parts)
+        ]
+    )
+
+
+def made_plan(partition: PartitionSpec, *, num_layers: int = 2, **fields: object) -> Plan:
+    """Return a plan in fp32 with one rank for each part of a batch and a halo exchange, unless fields say otherwise."""
+    degree = fields.get("graph_parallel_degree", partition.num_parts)
+    exchange = Exchange.HALO if degree != 1 else Exchange.NONE
+    defaults: dict[str, object] = {
+        "data_parallel_degree": 1,
+        "graph_parallel_degree": degree,
+        "partition": partition,
+        "parts_per_batch": degree,
+        "exchange": (exchange,) * num_layers,
+        "recompute": (Recompute.NONE,) * num_layers,
+        "precision": Dtype.FLOAT32,
+    }
+    return Plan(**(defaults | fields))  # type: ignore[arg-type]
+
+
+def graph_of(partition: PartitionSpec, **fields: object) -> GraphSpec:
+    """Return the numbers of the graph that was cut."""
+    parts = partition.parts
+    defaults: dict[str, object] = {
+        "source": GraphFile(path="made.npz"),
+        "sha256": "0" * 64,
+        "num_nodes": sum(part.num_nodes for part in parts),
+        "num_edges": sum(part.num_edges for part in parts),
+        "num_features": 12,
+        "num_feature_entries": sum(part.num_feature_entries for part in parts),
+        "num_classes": 5,
+        "num_train_nodes": sum(part.num_train_nodes for part in parts),
+        "num_val_nodes": 0,
+        "num_test_nodes": 0,
+        "in_degree_quantiles": (0.0,) * 7,
+    }
+    return GraphSpec(**(defaults | fields))  # type: ignore[arg-type]
+
+
+def merged(partition: PartitionSpec) -> PartitionSpec:
+    """Return the same graph as one part."""
+    parts = partition.parts
+    whole = dataclasses.replace(
+        made_part(sum(part.num_nodes for part in parts), [sum(part.num_edges for part in parts)], [0]),
+        num_train_nodes=sum(part.num_train_nodes for part in parts),
+        num_feature_entries=sum(part.num_feature_entries for part in parts),
+    )
+    return made_partition([whole])

@@ -1,0 +1,102 @@
+import pytest
+
+from planner.explain import Breakdown, breakdown, description, reason_lost
+from simulator.specs.plan import Exchange, Recompute
+from simulator.specs.program import Phase, Stream, TaskKind
+from simulator.specs.trace import Span, Trace, TraceOrigin
+from simulator.specs.units import Dtype
+from tests.made import equal_parts, made_plan
+
+
+def parts(num_parts: int):
+    return equal_parts(num_parts, num_nodes=1200, num_edges=14_400)
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (made_plan(parts(1)), "1 rank: full graph, fp32"),
+        (made_plan(parts(4)), "4 ranks: full graph on 4 (halo), fp32"),
+        (
+            made_plan(parts(2), exchange=(Exchange.ALL_GATHER,) * 2, precision=Dtype.BFLOAT16),
+            "2 ranks: full graph on 2 (all_gather), bf16",
+        ),
+        (
+            made_plan(parts(2), num_layers=3, exchange=(Exchange.HALO, Exchange.ALL_GATHER, Exchange.HALO)),
+            "2 ranks: full graph on 2 (halo/all_gather), fp32",
+        ),
+        (
+            made_plan(parts(1), recompute=(Recompute.LAYER, Recompute.NONE)),
+            "1 rank: full graph, fp32, 1 of 2 layers recomputed",
+        ),
+        (
+            made_plan(parts(8), data_parallel_degree=2, graph_parallel_degree=1),
+            "2 ranks: 2 x 1 of 8 clusters, fp32",
+        ),
+        (
+            made_plan(parts(8), data_parallel_degree=2, graph_parallel_degree=2),
+            "4 ranks: 2 x 2 of 8 clusters on 2 (halo), fp32",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "plan",
+)
+def test_a_plan_in_words(plan, words):
+    assert description(plan) == words
+
+
+def span(rank: int, kind: TaskKind, seconds: float, *, waiting_seconds: float = 0.0) -> Span:
+    return Span(
+        rank=rank,
+        step=0,
+        stream=Stream.COMMUNICATION if kind.is_collective else Stream.COMPUTE,
+        name="task",
+        kind=kind,
+        phase=Phase.FORWARD,
+        shape=(),
+        start_seconds=0.0,
+        duration_seconds=seconds,
+        waiting_seconds=waiting_seconds,
+    )
+
+
+def test_a_breakdown_by_hand():
+    # Two ranks: one computes 3 s and waits for nobody, one computes 1 s and waits 2 s; the collective takes 1 s.
+    spans = (
+        span(0, TaskKind.LINEAR, 2.0),
+        span(0, TaskKind.GELU, 1.0),
+        span(0, TaskKind.ALL_REDUCE, 1.0),
+        span(1, TaskKind.LINEAR, 1.0),
+        span(1, TaskKind.ALL_REDUCE, 3.0, waiting_seconds=2.0),
+    )
+    trace = Trace(
+        origin=TraceOrigin.SIMULATED,
+        num_ranks=2,
+        spans=spans,
+        step_seconds=(4.0,),
+        traced_step_seconds=(4.0,),
+        peak_memory_bytes=(0, 0),
+    )
+    whole = breakdown(made_plan(parts(2)), trace)
+    assert whole == Breakdown(compute_seconds=2.0, communication_seconds=1.0, waiting_seconds=1.0)
+    # 8 parts, two a step: four steps an epoch.
+    clusters = breakdown(made_plan(parts(8), data_parallel_degree=2, graph_parallel_degree=1), trace)
+    assert clusters == Breakdown(compute_seconds=8.0, communication_seconds=4.0, waiting_seconds=4.0)
+
+
+BEST = Breakdown(compute_seconds=10.0, communication_seconds=2.0, waiting_seconds=1.0)
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        ((13.0, 2.0, 1.0), "3 s more computing on the mean rank in an epoch"),
+        ((5.0, 2.5, 1.0), "500 ms more communicating on the mean rank in an epoch"),
+        ((11.0, 2.0, 2.5), "1.5 s more waiting for other ranks on the mean rank in an epoch"),
+        ((10.0, 2.0, 1.0), "no slower on the mean rank, but its slowest rank is"),
+        ((1.0, 1.0, 0.0), "no slower on the mean rank, but its slowest rank is"),
+    ],
+)
+def test_why_a_plan_lost(other, reason):
+    compute, communication, waiting = other
+    lost = Breakdown(compute_seconds=compute, communication_seconds=communication, waiting_seconds=waiting)
+    assert reason_lost(BEST, lost) == reason

@@ -1,0 +1,338 @@
+import dataclasses
+import itertools
+import statistics
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import planner.search
+from planner import find_plan
+from planner.explain import description
+from planner.objective import epoch_seconds
+from planner.partition import partition_graph
+from simulator.constraints import violations
+from simulator.errors import CalibrationError, NoFeasiblePlanError
+from simulator.memory import misfit, peak_memory
+from simulator.readers.graphs import Graph
+from simulator.readers.partitions import read_partition
+from simulator.simulation import simulate
+from simulator.specs.calibration import Calibration
+from simulator.specs.cluster import ClusterSpec
+from simulator.specs.decision import PlanFile
+from simulator.specs.document import content_sha256
+from simulator.specs.graph import GraphFile, GraphSpec
+from simulator.specs.model import ModelSpec
+from simulator.specs.plan import Exchange, Plan, Recompute
+from simulator.specs.search import BatchKind, SearchSpec
+from simulator.specs.train import TrainSpec
+from simulator.specs.units import Dtype
+from tests.made import (
+    equal_parts,
+    made_calibration,
+    made_cluster,
+    made_collective_seconds,
+    made_model,
+    made_plan,
+    made_seconds,
+)
+from tests.small_graphs import Edges, graph_of
+
+NUM_NODES = 400
+TRAIN = TrainSpec(num_steps=10, learning_rate=0.01, seed=3)
+MODEL = made_model()
+FAST_TALK = made_calibration(
+    # So much work that two ranks are faster than one, four than two.
+    compute_seconds=lambda *law: 1000 * made_seconds(*law),
+)
+SLOW_TALK = made_calibration(collective_seconds=lambda *law: 1000 * made_collective_seconds(*law))
+ALL_CHOICES = SearchSpec(
+    batches=tuple(BatchKind), recomputes=tuple(Recompute), precisions=tuple(Dtype), parts_per_replica=2
+)
+
+
+def made_graph() -> tuple[GraphSpec, Graph]:
+    """Return a ring of nodes with chords, a third of which are trained on."""
+    rng = np.random.default_rng(0)
+    ring: Edges = [(node, (node + 1) % NUM_NODES) for node in range(NUM_NODES)]
+    chords: Edges = [(int(a), int(b)) for a, b in rng.integers(0, NUM_NODES, (800, 2))]
+    edges = [*ring, *chords]
+    both = [*edges, *((target, source) for source, target in edges)]
+    train_mask_N = np.arange(NUM_NODES) % 3 == 0
+    graph = graph_of(
+        both,
+        NUM_NODES,
+        features=np.ones((NUM_NODES, 12), dtype=np.float32),
+        labels_N=np.arange(NUM_NODES) % 5,
+        train_mask_N=train_mask_N,
+    )
+    spec = GraphSpec(
+        source=GraphFile(path="made.npz"),
+        sha256="0" * 64,
+        num_nodes=NUM_NODES,
+        num_edges=graph.num_edges,
+        num_features=12,
+        num_feature_entries=0,
+        num_classes=5,
+        num_train_nodes=int(train_mask_N.sum()),
+        num_val_nodes=0,
+        num_test_nodes=0,
+        in_degree_quantiles=(0.0,) * 7,
+    )
+    return spec, graph
+
+
+SPEC, GRAPH = made_graph()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of plans, where each cut is made once."""
+    return tmp_path_factory.mktemp("plans")
+
+
+def found(
+    folder: Path,
+    *,
+    cluster: ClusterSpec | None = None,
+    model: ModelSpec = MODEL,
+    search: SearchSpec | None = None,
+    calibration: Calibration = FAST_TALK,
+) -> PlanFile:
+    return find_plan(
+        SPEC,
+        GRAPH,
+        model,
+        cluster or made_cluster(),
+        TRAIN,
+        search or SearchSpec(),
+        calibration,
+        folder=folder,
+        on_progress=lambda _: None,
+    )
+
+
+# --- Against brute force.
+
+
+def all_plans(cluster: ClusterSpec, search: SearchSpec, folder: Path, num_layers: int) -> list[Plan]:
+    """Return every plan that a search may propose, counted out from what its fields mean."""
+    plans = []
+    for num_ranks in (1, 2, 4):
+        shapes = [(1, num_ranks, num_ranks)] if BatchKind.FULL_GRAPH in search.batches else []
+        if BatchKind.CLUSTERS in search.batches:
+            num_parts = num_ranks * search.parts_per_replica
+            shapes += [(num_ranks // group, group, num_parts) for group in (1, 2, 4) if num_ranks % group == 0]
+        for (replicas, group, num_parts), recompute, precision in itertools.product(
+            shapes, search.recomputes, search.precisions
+        ):
+            for exchange in search.exchanges if group > 1 else [Exchange.NONE]:
+                plans.append(
+                    Plan(
+                        data_parallel_degree=replicas,
+                        graph_parallel_degree=group,
+                        partition=partition_graph(GRAPH, num_parts, seed=search.seed, folder=folder),
+                        parts_per_batch=group,
+                        exchange=(exchange,) * num_layers,
+                        recompute=(recompute,) * num_layers,
+                        precision=precision,
+                    )
+                )
+    return [plan for plan in plans if plan.num_ranks <= cluster.num_devices]
+
+
+def epoch_of(plan: Plan, model: ModelSpec, cluster: ClusterSpec, calibration: Calibration) -> float:
+    """Return the seconds of one epoch, each of its steps simulated."""
+    return sum(
+        simulate(plan, SPEC, model, cluster, calibration, step=step, seed=TRAIN.seed).median_step_seconds
+        for step in range(plan.steps_per_epoch)
+    )
+
+
+@pytest.mark.parametrize(
+    ("calibration", "devices", "memory_bytes", "search", "num_ranks"),
+    [
+        # Where talking is slow one rank is best; where it is fast, all are.
+        (SLOW_TALK, 4, 2**40, ALL_CHOICES, 1),
+        (FAST_TALK, 4, 2**40, ALL_CHOICES, 4),
+        (FAST_TALK, 2, 2**40, ALL_CHOICES, 2),
+        (FAST_TALK, 4, 2**40, SearchSpec(batches=(BatchKind.FULL_GRAPH,)), 4),
+        # Memory for a third of what the full graph needs on one rank beside the process itself.
+        (SLOW_TALK, 4, 500_600_000, SearchSpec(), 4),
+    ],
+)
+def test_the_result_is_the_best_of_all_plans(folder, calibration, devices, memory_bytes, search, num_ranks):
+    cluster = made_cluster(devices_per_host=devices, memory_bytes=memory_bytes)
+    file = found(folder, cluster=cluster, search=search, calibration=calibration)
+    epochs = {}
+    for plan in all_plans(cluster, search, folder, MODEL.num_layers):
+        steps = range(plan.steps_per_epoch)
+        memory = peak_memory(plan, SPEC, MODEL, cluster, steps=steps, seed=TRAIN.seed)
+        if not violations(plan, SPEC, MODEL, cluster) and not misfit(memory, cluster):
+            epochs[plan] = epoch_of(plan, MODEL, cluster, calibration)
+    assert file.plan in epochs
+    assert file.prediction.epoch_seconds == pytest.approx(min(epochs.values()))
+    assert epochs[file.plan] == pytest.approx(min(epochs.values()))
+    assert file.plan.num_ranks == num_ranks
+    # Runners-up are the next best ones, in order.
+    others = sorted(epochs.values())[1 : 1 + len(file.ranking)]
+    assert [other.epoch_seconds for other in file.ranking] == pytest.approx(others)
+
+
+def test_the_result_is_legal_and_fits(folder):
+    file = found(folder, search=ALL_CHOICES)
+    assert violations(file.plan, SPEC, MODEL, file.cluster) == []
+    assert misfit(file.prediction.peak_memory_bytes, file.cluster) == ""
+    # Its partition can be read again.
+    part_N = read_partition(file.plan.partition, folder=folder, num_nodes=NUM_NODES)
+    assert np.bincount(part_N).tolist() == [part.num_nodes for part in file.plan.partition.parts]
+
+
+# --- What else the file says.
+
+
+def test_the_file_holds_all_inputs_and_an_interval(folder):
+    cluster = made_cluster(devices_per_host=2)
+    file = found(folder, cluster=cluster)
+    assert (file.graph, file.model, file.cluster, file.train) == (SPEC, MODEL, cluster, TRAIN)
+    assert file.calibration_sha256 == content_sha256(FAST_TALK)
+    prediction = file.prediction
+    assert 0 < prediction.p10_step_seconds < prediction.p50_step_seconds < prediction.p90_step_seconds
+    # The full graph is one step an epoch.
+    step = simulate(file.plan, SPEC, MODEL, cluster, FAST_TALK, seed=TRAIN.seed)
+    assert prediction.epoch_seconds == pytest.approx(step.median_step_seconds)
+    assert len(prediction.peak_memory_bytes) == file.plan.num_ranks
+
+
+def test_runners_up_are_described_and_told_why_they_lost(folder):
+    file = found(folder, search=SearchSpec(num_ranks=(1, 2)))
+    told = {other.description for other in file.ranking}
+    assert description(file.plan) == "2 ranks: full graph on 2 (halo), fp32"
+    assert told == {
+        "1 rank: full graph, fp32",
+        "1 rank: full graph, fp32, 2 of 2 layers recomputed",
+        "2 ranks: full graph on 2 (halo), fp32, 2 of 2 layers recomputed",
+        "2 ranks: full graph on 2 (all_gather), fp32",
+        "2 ranks: full graph on 2 (all_gather), fp32, 2 of 2 layers recomputed",
+    }
+    alone = next(other for other in file.ranking if other.description == "1 rank: full graph, fp32")
+    assert alone.reason.endswith("more computing on the mean rank in an epoch")
+    assert all(other.epoch_seconds >= file.prediction.epoch_seconds for other in file.ranking)
+
+
+def test_a_search_is_repeatable(folder):
+    assert found(folder, search=ALL_CHOICES) == found(folder, search=ALL_CHOICES)
+
+
+def test_equal_predictions_go_to_the_plan_on_fewer_ranks(folder, monkeypatch):
+    monkeypatch.setattr(planner.search, "epoch_seconds", lambda *_: 1.0)
+    file = found(folder, search=SearchSpec(batches=(BatchKind.CLUSTERS, BatchKind.FULL_GRAPH)))
+    assert file.plan.num_ranks == 1
+    assert file.ranking[0].epoch_seconds == 1.0
+
+
+# --- What was rejected.
+
+
+def test_candidates_that_are_illegal_are_counted_by_reason(folder):
+    file = found(folder, cluster=made_cluster(devices_per_host=2), search=SearchSpec(num_ranks=(1, 4)))
+    # Two exchanges and two choices of recomputation on four ranks.
+    reason = (
+        "plan.num_ranks=4 must not exceed cluster.num_devices=2: lower data_parallel_degree or graph_parallel_degree"
+    )
+    assert file.rejected == ((reason, 4),)
+
+
+def test_candidates_that_do_not_fit_are_counted_by_reason(folder):
+    cluster = made_cluster(devices_per_host=4, memory_bytes=500_600_000)
+    file = found(folder, cluster=cluster, search=SearchSpec(num_ranks=(1, 4)), calibration=SLOW_TALK)
+    assert file.plan.num_ranks == 4
+    # The full graph on one rank, its layers kept or recomputed.
+    alone = [reason for reason, count in file.rejected for _ in range(count) if "does not fit: rank 0 " in reason]
+    assert len(alone) >= 2
+    assert all(reason.startswith("does not fit: rank ") for reason, _ in file.rejected)
+
+
+def test_candidates_that_cannot_win_are_not_simulated(folder):
+    told: list[str] = []
+    file = find_plan(
+        SPEC,
+        GRAPH,
+        MODEL,
+        made_cluster(devices_per_host=2),
+        TRAIN,
+        SearchSpec(),
+        # Latencies of a second: no plan on two ranks comes near the one on one.
+        made_calibration(collective_seconds=lambda *_: 1.0),
+        folder=folder,
+        on_progress=told.append,
+    )
+    reason = "cannot come within twice the best epoch: its busiest rank alone computes longer"
+    assert file.rejected == ((reason, 4),)
+    assert [line for line in told if line.startswith("simulating")] == [
+        "simulating 1 rank: full graph, fp32",
+        "simulating 1 rank: full graph, fp32, 2 of 2 layers recomputed",
+    ]
+
+
+def test_no_plan_fits_into_next_to_no_memory(folder):
+    cluster = made_cluster(devices_per_host=2, memory_bytes=10_000)
+    with pytest.raises(NoFeasiblePlanError) as error:
+        found(folder, cluster=cluster, search=SearchSpec(num_ranks=(1, 2, 64)))
+    told = str(error.value)
+    assert told.startswith("no plan is legal and fits on made cluster: ")
+    # The commonest reasons first, three of them at most.
+    assert "plan.num_ranks=64 must not exceed cluster.num_devices=2" in told.split("; ")[0]
+    assert "does not fit: rank 0 needs" in told
+    assert len(told.split("(")) <= 1 + 3
+
+
+def test_a_calibration_of_another_device_is_refused(folder):
+    calibration = dataclasses.replace(FAST_TALK, device_name="other")
+    with pytest.raises(CalibrationError, match='the calibration is of "other"'):
+        found(folder, calibration=calibration)
+
+
+# --- Case P1: every field of a search has an effect on its result.
+
+
+@pytest.mark.parametrize(
+    ("fields", "effect"),
+    [
+        ({"num_ranks": (2,)}, lambda plan: plan.num_ranks == 2),
+        ({"batches": (BatchKind.CLUSTERS,)}, lambda plan: not plan.is_full_graph),
+        ({"exchanges": (Exchange.HALO,)}, lambda plan: plan.exchange == (Exchange.HALO,) * 2),
+        ({"recomputes": (Recompute.LAYER,)}, lambda plan: plan.recompute == (Recompute.LAYER,) * 2),
+        ({"precisions": (Dtype.BFLOAT16,)}, lambda plan: plan.precision is Dtype.BFLOAT16),
+        (
+            {"batches": (BatchKind.CLUSTERS,), "parts_per_replica": 3},
+            lambda plan: plan.partition.num_parts == 3 * plan.num_ranks,
+        ),
+        ({"seed": 7}, lambda plan: plan.partition.seed == 7),
+    ],
+    ids=str,
+)
+def test_every_field_of_a_search_has_an_effect(folder, fields: dict[str, Any], effect):
+    assert not effect(found(folder).plan)
+    assert effect(found(folder, search=SearchSpec(**fields)).plan)
+
+
+# --- The number to minimise.
+
+
+@pytest.mark.parametrize(
+    ("num_parts", "replicas", "steps", "expected"),
+    [
+        (1, 1, (2.0,), 2.0),
+        # 6 parts, two a step: three steps, of which two are known to take 1 and 3 s.
+        (6, 2, (1.0, 3.0), 6.0),
+        # The last step of seven parts is a short one.
+        (7, 2, (1.0, 1.0, 1.0, 0.5), 3.5),
+    ],
+)
+def test_an_epoch_is_its_steps(num_parts, replicas, steps, expected):
+    partition = equal_parts(num_parts, num_nodes=4200, num_edges=176_400)
+    plan = made_plan(partition, data_parallel_degree=replicas, graph_parallel_degree=1)
+    assert epoch_seconds(plan, steps) == pytest.approx(expected)
+    assert epoch_seconds(plan, steps) / plan.steps_per_epoch == pytest.approx(statistics.mean(steps))

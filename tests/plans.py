@@ -1,0 +1,82 @@
+"""Plan files for tests and benchmarks, made from choices instead of a search."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from planner.partition import partition_graph
+from simulator.memory import peak_memory
+from simulator.readers.graphs import Graph
+from simulator.specs.cluster import ClusterSpec
+from simulator.specs.decision import PlanFile, Prediction
+from simulator.specs.files import write_plan
+from simulator.specs.graph import GraphSpec
+from simulator.specs.model import ModelSpec
+from simulator.specs.plan import Exchange, Plan, Recompute
+from simulator.specs.train import TrainSpec
+from simulator.specs.units import MIB, Dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What a plan chooses; layers are alike unless tuples say otherwise.
+
+    Attributes:
+        num_parts: parts of the graph; 0 for a full graph with one part a rank.
+        parts_per_batch: 0 for one part a rank of the graph group.
+    """
+
+    data_parallel_degree: int = 1
+    graph_parallel_degree: int = 1
+    num_parts: int = 0
+    parts_per_batch: int = 0
+    exchange: Exchange | tuple[Exchange, ...] = Exchange.HALO
+    recompute: Recompute | tuple[Recompute, ...] = Recompute.NONE
+    precision: Dtype = Dtype.FLOAT32
+    gradient_bucket_bytes: int = 25 * MIB
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the plan."""
+        return self.data_parallel_degree * self.graph_parallel_degree
+
+
+def plan_of(choices: Choices, graph: Graph, model: ModelSpec, folder: Path, *, seed: int = 0) -> Plan:
+    """Return the plan; its partition file goes to `folder`."""
+    num_parts = choices.num_parts or choices.graph_parallel_degree
+    exchange = choices.exchange if choices.graph_parallel_degree > 1 else Exchange.NONE
+    recompute = choices.recompute
+    return Plan(
+        data_parallel_degree=choices.data_parallel_degree,
+        graph_parallel_degree=choices.graph_parallel_degree,
+        partition=partition_graph(graph, num_parts, seed=seed, folder=folder),
+        parts_per_batch=choices.parts_per_batch or choices.graph_parallel_degree,
+        exchange=exchange if isinstance(exchange, tuple) else (exchange,) * model.num_layers,
+        recompute=recompute if isinstance(recompute, tuple) else (recompute,) * model.num_layers,
+        precision=choices.precision,
+        gradient_bucket_bytes=choices.gradient_bucket_bytes,
+    )
+
+
+def plan_file_of(
+    plan: Plan, graph: GraphSpec, model: ModelSpec, cluster: ClusterSpec, train: TrainSpec, path: Path
+) -> PlanFile:
+    """Write and return a plan file whose prediction is a placeholder of a second."""
+    file = PlanFile(
+        graph=graph,
+        model=model,
+        cluster=cluster,
+        train=train,
+        plan=plan,
+        prediction=Prediction(
+            p10_step_seconds=1.0,
+            p50_step_seconds=1.0,
+            p90_step_seconds=1.0,
+            epoch_seconds=1.0,
+            peak_memory_bytes=peak_memory(plan, graph, model, cluster),
+        ),
+        ranking=(),
+        rejected=(),
+        calibration_sha256="",
+    )
+    write_plan(path, file)
+    return file

@@ -1,0 +1,242 @@
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simulator.memory import RankMemory, misfit, peak_memory, total_bytes
+from simulator.specs.cluster import DeviceKind
+from simulator.specs.model import EdgeBias, ModelSpec
+from simulator.specs.plan import Exchange, PartitionSpec, Plan, Recompute
+from simulator.specs.units import GIB, Dtype
+from simulator.workload import num_parameters
+from tests.made import (
+    equal_parts,
+    graph_of,
+    made_cluster,
+    made_model,
+    made_part,
+    made_partition,
+    made_plan,
+)
+from tests.strategies import models, plans
+
+CPU, GPU = (made_cluster(kind=kind) for kind in DeviceKind)
+
+
+def memory_of(plan: Plan, model: ModelSpec | None = None, **graph: Any) -> tuple[dict[str, int], ...]:
+    """Return bytes by category of each rank at the first step."""
+    found = peak_memory(plan, graph_of(plan.partition, **graph), model or made_model(), CPU)
+    return tuple(dict(rank) for rank in found)
+
+
+def total_of(plan: Plan, model: ModelSpec | None = None, **graph: Any) -> int:
+    """Return the bytes of the fullest rank."""
+    return max(sum(rank.values()) for rank in memory_of(plan, model, **graph))
+
+
+def one_part(num_nodes: int = 1000, num_edges: int = 8000, **fields: Any) -> PartitionSpec:
+    return made_partition([made_part(num_nodes, [num_edges], [0], **fields)])
+
+
+# --- What there is.
+
+
+def test_categories_of_every_rank_add_up():
+    plan = made_plan(equal_parts(4, num_nodes=4000, num_edges=16_000, halo_rows=50))
+    found = peak_memory(plan, graph_of(plan.partition), made_model(), CPU)
+    names = ["parameters", "gradients", "optimizer", "inputs", "activations", "workspace", "context"]
+    assert [[name for name, _ in rank] for rank in found] == [names] * 4
+    assert [total_bytes(rank) for rank in found] == [sum(num_bytes for _, num_bytes in rank) for rank in found]
+    assert all(num_bytes > 0 for rank in found for _, num_bytes in rank)
+
+
+def test_parameters_gradients_and_optimizer_by_hand():
+    # 3 features to 4 columns; one layer of width 4 with 8 hidden columns; a head to 5 classes; norms and biases.
+    model = made_model(width=4, num_heads=2, num_layers=1, feed_forward_width=8)
+    input_parameters = 3 * 4 + 4
+    layer = (4 + 4) + 4 * 12 + (4 * 4 + 4) + (4 + 4) + (4 * 8 + 8) + (8 * 4 + 4)
+    head = (4 + 4) + (4 * 5 + 5)
+    plan = made_plan(one_part(), num_layers=1)
+    (memory,) = memory_of(plan, model, num_features=3)
+    elements = input_parameters + layer + head
+    # fp32 parameters and gradients, and two moments.
+    assert (memory["parameters"], memory["gradients"], memory["optimizer"]) == (
+        4 * elements,
+        4 * elements,
+        8 * elements,
+    )
+    assert num_parameters(graph_of(plan.partition, num_features=3), model) == elements
+
+
+def test_a_gpu_holds_more_beside_its_tensors_than_a_cpu():
+    plan = made_plan(one_part())
+    graph = graph_of(plan.partition)
+    on_gpu, on_cpu = (dict(peak_memory(plan, graph, made_model(), cluster)[0]) for cluster in (GPU, CPU))
+    assert on_gpu.pop("context") > on_cpu.pop("context") > 0
+    assert on_gpu == on_cpu
+
+
+# --- What makes it larger.
+
+
+@given(plan=plans, model=models, data=st.data())
+def test_memory_grows_with_the_nodes_and_edges_of_a_part(plan, model, data):
+    model = dataclasses.replace(model, num_layers=len(plan.exchange))
+    index = data.draw(st.integers(0, plan.partition.num_parts - 1))
+    part = plan.partition.parts[index]
+    source = data.draw(st.integers(0, plan.partition.num_parts - 1))
+    edges = list(part.edges_from)
+    edges[source] += data.draw(st.integers(0, 1000))
+    larger_part = dataclasses.replace(
+        part, num_nodes=part.num_nodes + data.draw(st.integers(0, 1000)), edges_from=tuple(edges)
+    )
+    parts = [larger_part if part is other else other for other in plan.partition.parts]
+    larger = dataclasses.replace(plan, partition=dataclasses.replace(plan.partition, parts=tuple(parts)))
+    for less, more in zip(memory_of(plan, model), memory_of(larger, model), strict=True):
+        assert all(more[name] >= less[name] for name in less)
+
+
+@given(
+    field=st.sampled_from(
+        ["width", "num_layers", "feed_forward_width", "laplacian_encodings", "random_walk_encodings"]
+    ),
+    size=st.integers(1, 8),
+)
+def test_memory_grows_with_the_model(field, size):
+    unit = 4 if field == "width" else 1  # heads divide the width
+    small, large = (made_model(**{field: unit * (size + more)}) for more in (0, 1))
+    small_total, large_total = (
+        total_of(made_plan(one_part(), num_layers=model.num_layers), model) for model in (small, large)
+    )
+    assert large_total > small_total
+
+
+@pytest.mark.parametrize(
+    ("less", "more"),
+    [
+        ({"num_features": 10}, {"num_features": 11}),
+        ({"num_classes": 5}, {"num_classes": 6}),
+    ],
+)
+def test_memory_grows_with_the_graphs_columns(less, more):
+    plan = made_plan(one_part())
+    assert total_of(plan, **more) > total_of(plan, **less)
+
+
+def test_memory_grows_with_sparse_entries_and_training_nodes():
+    parts = [one_part(num_feature_entries=entries) for entries in (5000, 5001)]
+    assert total_of(made_plan(parts[1])) > total_of(made_plan(parts[0]))
+    trained = dataclasses.replace(parts[0].parts[0], num_train_nodes=999)
+    assert total_of(made_plan(made_partition([trained]))) > total_of(made_plan(parts[0]))
+
+
+def test_dropout_keeps_masks_and_an_edge_bias_keeps_buckets():
+    plan = made_plan(one_part())
+    plain, dropped, biased = (
+        memory_of(plan, made_model(**fields))[0]
+        for fields in ({}, {"dropout_ratio": 0.5}, {"edge_bias": EdgeBias.DEGREE})
+    )
+    # A byte for each of 1000 rows and 16 columns, twice in each of two layers.
+    assert dropped["activations"] - plain["activations"] == 2 * 2 * 1000 * 16
+    assert biased["inputs"] > plain["inputs"]
+
+
+@given(rows=st.integers(1, 10**5), times=st.integers(2, 5))
+def test_activations_are_linear_in_the_graph(rows, times):
+    # Case R16: no term grows with the square of the nodes.
+    once, often = (
+        memory_of(made_plan(one_part(count * rows, count * 8 * rows)))[0]["activations"] for count in (1, times)
+    )
+    # Half of the nodes are trained on, rounded down.
+    assert often == pytest.approx(times * once, rel=1e-2, abs=100 * times)
+
+
+# --- What makes it smaller.
+
+
+@given(recomputed=st.lists(st.booleans(), min_size=4, max_size=4))
+def test_recomputing_lowers_activations_layer_by_layer(recomputed):
+    model = made_model(num_layers=4)
+    keep = made_plan(one_part(), num_layers=4)
+    recompute = tuple(Recompute.LAYER if again else Recompute.NONE for again in recomputed)
+    again = dataclasses.replace(keep, recompute=recompute)
+    kept, less = memory_of(keep, model)[0], memory_of(again, model)[0]
+    saved = kept["activations"] - less["activations"]
+    assert saved == sum(recomputed) * (kept["activations"] - memory_of(one_recomputed(keep), model)[0]["activations"])
+    # One layer's activations come back while it is computed again, so the total falls from the second layer on.
+    total_saved = sum(kept.values()) - sum(less.values())
+    assert total_saved > 0 or sum(recomputed) < 2
+
+
+def one_recomputed(plan: Plan) -> Plan:
+    none = (Recompute.NONE,) * (len(plan.exchange) - 1)
+    return dataclasses.replace(plan, recompute=(Recompute.LAYER, *none))
+
+
+def test_bf16_lowers_activations_but_no_parameters():
+    plan = made_plan(one_part())
+    fp32, bf16 = memory_of(plan)[0], memory_of(dataclasses.replace(plan, precision=Dtype.BFLOAT16))[0]
+    assert bf16["activations"] < fp32["activations"]
+    assert bf16["inputs"] < fp32["inputs"]
+    assert bf16["parameters"] == fp32["parameters"]
+
+
+def test_ranks_share_a_graph_and_replicas_share_its_batches():
+    whole, shared = (memory_of(made_plan(equal_parts(count, num_nodes=4000, num_edges=16_000)))[0] for count in (1, 4))
+    assert shared["activations"] < 0.3 * whole["activations"]
+    batches = made_plan(
+        equal_parts(8, num_nodes=4000, num_edges=16_000), data_parallel_degree=2, graph_parallel_degree=1
+    )
+    assert memory_of(batches)[0]["activations"] < shared["activations"]
+
+
+@given(plan=plans, model=models)
+def test_gathering_all_rows_needs_no_less_than_the_halo(plan, model):
+    model = dataclasses.replace(model, num_layers=len(plan.exchange))
+    halo, gathered = (
+        dataclasses.replace(plan, exchange=(exchange,) * len(plan.exchange))
+        for exchange in (Exchange.HALO, Exchange.ALL_GATHER)
+    )
+    for less, more, part in zip(memory_of(halo, model), memory_of(gathered, model), range(plan.num_ranks), strict=True):
+        # The halo is no larger than the other parts, as in any real cut.
+        if all(
+            rows <= owner.num_nodes
+            for other in plan.partition.parts
+            for rows, owner in zip(other.halo_rows_from, plan.partition.parts, strict=True)
+        ):
+            assert more["workspace"] >= less["workspace"], part
+
+
+# --- Steps and the verdict.
+
+
+def test_the_peak_is_that_of_the_largest_batch_among_the_steps():
+    parts = [made_part(nodes, [10] * 3, [0] * 3) for nodes in (100, 5000, 200)]
+    plan = made_plan(made_partition(parts), graph_parallel_degree=1)
+    graph, model = graph_of(plan.partition), made_model()
+    by_step = [total_bytes(peak_memory(plan, graph, model, CPU, steps=(step,))[0]) for step in range(3)]
+    assert len(set(by_step)) == 3
+    assert total_bytes(peak_memory(plan, graph, model, CPU, steps=range(3))[0]) == max(by_step)
+
+
+def test_the_seed_decides_which_batch_comes_first():
+    parts = [made_part(nodes, [10] * 3, [0] * 3) for nodes in (100, 5000, 200)]
+    plan = made_plan(made_partition(parts), graph_parallel_degree=1)
+    totals = {peak_memory(plan, graph_of(plan.partition), made_model(), CPU, seed=seed) for seed in range(20)}
+    assert len(totals) == 3
+
+
+@pytest.mark.parametrize(
+    ("have_gib", "reason"),
+    [
+        (8, ""),
+        (7, ""),
+        (6, "rank 1 needs 7 GiB of 6 GiB, most of it activations 4 GiB and workspace 2 GiB"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_told_in_a_sentence(have_gib, reason):
+    small: RankMemory = (("parameters", GIB), ("activations", GIB))
+    large: RankMemory = (("parameters", GIB), ("activations", 4 * GIB), ("workspace", 2 * GIB))
+    assert misfit((small, large), made_cluster(memory_bytes=have_gib * GIB)) == reason

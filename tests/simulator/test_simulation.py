@@ -1,0 +1,331 @@
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simulator.errors import CalibrationError, PlanError
+from simulator.memory import peak_memory, total_bytes
+from simulator.simulation import pricing, simulate, simulate_with
+from simulator.specs.calibration import Calibration
+from simulator.specs.cluster import ClusterSpec, DeviceKind, LinkSpec
+from simulator.specs.model import EdgeBias
+from simulator.specs.plan import Exchange, Plan, Recompute
+from simulator.specs.program import Phase, TaskKind
+from simulator.specs.trace import Trace, TraceOrigin
+from simulator.specs.units import GB, Dtype
+from simulator.workload import lower
+from tests.made import (
+    equal_parts,
+    graph_of,
+    made_calibration,
+    made_cluster,
+    made_collective_seconds,
+    made_model,
+    made_part,
+    made_partition,
+    made_plan,
+    made_seconds,
+)
+
+CPU, GPU = (made_cluster(devices_per_host=4, kind=kind) for kind in DeviceKind)
+ALONE = made_plan(equal_parts(1, num_nodes=4000, num_edges=32_000))
+TWO = made_plan(equal_parts(2, num_nodes=4000, num_edges=32_000, halo_rows=500))
+
+
+def trace_of(
+    plan: Plan,
+    *,
+    cluster: ClusterSpec = CPU,
+    calibration: Calibration | None = None,
+    model: dict[str, Any] | None = None,
+    graph: dict[str, Any] | None = None,
+    **settings_of_simulation: int,
+) -> Trace:
+    """Return a simulated step on made specs, of which some fields are others."""
+    return simulate(
+        plan,
+        graph_of(plan.partition, **graph or {}),
+        made_model(**model or {}),
+        cluster,
+        calibration or made_calibration(),
+        **settings_of_simulation,
+    )
+
+
+def seconds_of(plan: Plan, **fields: Any) -> float:
+    return trace_of(plan, **fields).median_step_seconds
+
+
+def constant_calibration(
+    *, device_seconds: float, host_seconds: float = 0.0, collective_seconds: float = 1.0, overhead_seconds: float = 0.0
+) -> Calibration:
+    """Return costs that do not depend on shapes."""
+    return made_calibration(
+        compute_seconds=lambda *_: device_seconds,
+        collective_seconds=lambda *_: collective_seconds,
+        host_seconds=host_seconds,
+        step_overhead_seconds=overhead_seconds,
+        spread=1.0,
+    )
+
+
+def counts_of(plan: Plan) -> tuple[int, int]:
+    """Return a rank's numbers of compute tasks and of collectives."""
+    tasks = lower(plan, graph_of(plan.partition), made_model(), CPU).tasks[0]
+    collectives = sum(task.kind.is_collective for task in tasks)
+    return len(tasks) - collectives, collectives
+
+
+# --- A step by hand.
+
+
+def test_on_a_cpu_a_step_takes_the_sum_of_its_tasks():
+    computes, collectives = counts_of(TWO)
+    calibration = constant_calibration(device_seconds=1e-3, collective_seconds=7e-3, overhead_seconds=0.1)
+    trace = trace_of(TWO, calibration=calibration)
+    assert trace.median_step_seconds == pytest.approx(0.1 + computes * 1e-3 + collectives * 7e-3)
+    assert len(trace.spans) == 2 * (computes + collectives)
+    assert (trace.origin, trace.num_ranks) == (TraceOrigin.SIMULATED, 2)
+    assert trace.traced_step_seconds == trace.step_seconds
+    assert trace.environment == calibration.environment
+
+
+@pytest.mark.parametrize(
+    ("device_seconds", "host_seconds", "overhead_seconds", "seconds_beside"),
+    [
+        # Device-bound: the host runs ahead, into the next step too, and what it does beside is hidden.
+        (1e-3, 1e-4, 0.0, 0.0),
+        (1e-3, 1e-4, 2e-3, 0.0),
+        # Host-bound: the device waits for each launch, and the next step begins when the host gets there.
+        (1e-4, 1e-3, 0.0, 0.0),
+        (1e-4, 1e-3, 5e-3, 5e-3),
+    ],
+)
+def test_on_a_gpu_a_step_takes_the_period_of_a_long_run(device_seconds, host_seconds, overhead_seconds, seconds_beside):
+    computes, _ = counts_of(ALONE)
+    calibration = constant_calibration(
+        device_seconds=device_seconds, host_seconds=host_seconds, overhead_seconds=overhead_seconds
+    )
+    trace = trace_of(ALONE, cluster=GPU, calibration=calibration)
+    # The slower of device and host takes a millisecond for each task.
+    assert trace.median_step_seconds == pytest.approx(computes * 1e-3 + seconds_beside)
+    # The spans are those of one step.
+    assert len(trace.spans) == computes
+    assert min(span.start_seconds for span in trace.spans) == 0
+    assert [span.name for span in trace.spans] == [
+        task.name for task in lower(ALONE, graph_of(ALONE.partition), made_model(), GPU).tasks[0]
+    ]
+
+
+def test_on_gpus_collectives_and_computing_alternate():
+    computes, collectives = counts_of(TWO)
+    calibration = constant_calibration(device_seconds=1e-3, host_seconds=1e-5, collective_seconds=2e-3)
+    seconds = seconds_of(TWO, cluster=GPU, calibration=calibration)
+    assert seconds == pytest.approx(computes * 1e-3 + collectives * 2e-3)
+
+
+def test_the_fuller_rank_is_waited_for():
+    parts = [made_part(3000, [20_000, 100], [0, 100]), made_part(1000, [100, 2000], [100, 0])]
+    trace = trace_of(made_plan(made_partition(parts)))
+    waiting = [sum(span.waiting_seconds for span in trace.spans if span.rank == rank) for rank in range(2)]
+    computing = [
+        sum(span.duration_seconds for span in trace.spans if span.rank == rank and not span.kind.is_collective)
+        for rank in range(2)
+    ]
+    # What rank 1 computes less, it waits longer; both end together but for the update.
+    assert computing[0] > 2 * computing[1]
+    assert waiting[1] - waiting[0] == pytest.approx(computing[0] - computing[1])
+    ends = [max(span.end_seconds for span in trace.spans if span.rank == rank) for rank in range(2)]
+    assert ends[0] == pytest.approx(ends[1])
+
+
+# --- Repeatability and the interval.
+
+
+@pytest.mark.parametrize("cluster", [CPU, GPU])
+def test_a_simulation_is_repeatable(cluster):
+    first, second, other = (trace_of(TWO, cluster=cluster, trials=5, seed=seed) for seed in (3, 3, 4))
+    assert first == second
+    assert first.step_seconds[1:] != other.step_seconds[1:]
+    # The first trial has every cost at its median, whatever the seed.
+    assert first.step_seconds[0] == other.step_seconds[0]
+
+
+@given(spread=st.floats(1, 3), seed=st.integers(0, 1000))
+@settings(max_examples=10)
+def test_trials_give_an_interval_in_order(spread, seed):
+    trace = trace_of(TWO, calibration=made_calibration(spread=spread), trials=20, seed=seed)
+    assert len(trace.step_seconds) == 20
+    low, middle, high = (trace.step_seconds_quantile(ratio) for ratio in (0.1, 0.5, 0.9))
+    assert 0 < low <= middle <= high
+    assert trace.traced_step_seconds == trace.step_seconds[:1]
+
+
+def test_without_spread_all_trials_are_alike():
+    trace = trace_of(TWO, calibration=made_calibration(spread=1.0), trials=5)
+    assert trace.step_seconds == pytest.approx([trace.step_seconds[0]] * 5)
+
+
+def test_the_deciles_of_a_step_are_those_of_the_task_that_it_consists_of():
+    # All but one task take next to no time, and its deciles lie at half and twice its median.
+    calibration = made_calibration(
+        compute_seconds=lambda kind, phase, shape: 1.0 if (kind, phase) == (TaskKind.LOSS, Phase.FORWARD) else 1e-9,
+        spread=2.0,
+    )
+    trace = trace_of(ALONE, calibration=calibration, trials=1000)
+    low, middle, high = (trace.step_seconds_quantile(ratio) for ratio in (0.1, 0.5, 0.9))
+    assert (low, middle, high) == pytest.approx((0.5, 1.0, 2.0), rel=0.1)
+
+
+# --- What a simulation says beside.
+
+
+def test_a_trace_tells_the_peak_of_every_rank():
+    parts = [made_part(3000, [20_000, 100], [0, 100]), made_part(1000, [100, 2000], [100, 0])]
+    plan = made_plan(made_partition(parts))
+    memory = peak_memory(plan, graph_of(plan.partition), made_model(), CPU)
+    assert trace_of(plan).peak_memory_bytes == tuple(total_bytes(rank) for rank in memory)
+
+
+def test_costs_prepared_once_give_the_same():
+    costs = pricing(CPU, made_calibration())
+    for plan in (ALONE, TWO):
+        assert simulate_with(costs, plan, graph_of(plan.partition), made_model()) == trace_of(plan)
+
+
+def test_a_plan_that_cannot_run_is_refused_with_all_reasons():
+    plan = dataclasses.replace(TWO, exchange=(Exchange.NONE, Exchange.HALO))
+    with pytest.raises(PlanError) as error:
+        trace_of(plan, cluster=made_cluster(devices_per_host=1))
+    assert str(error.value) == (
+        "plan.num_ranks=2 must not exceed cluster.num_devices=1: lower data_parallel_degree or graph_parallel_degree; "
+        "exchange[0] must not be none when plan.graph_parallel_degree=2: use halo or all_gather"
+    )
+
+
+def test_a_calibration_of_another_device_is_refused():
+    calibration = dataclasses.replace(made_calibration(), device_name="other")
+    with pytest.raises(CalibrationError) as error:
+        trace_of(ALONE, calibration=calibration)
+    assert str(error.value) == (
+        'the calibration is of "other", but the cluster\'s device.name is "made device": calibrate on that device'
+    )
+
+
+def test_a_kind_that_was_not_measured_is_told():
+    computes = tuple(sample for sample in made_calibration().computes if sample.kind is not TaskKind.GELU)
+    with pytest.raises(CalibrationError, match="has no samples of gelu forward in fp32"):
+        trace_of(ALONE, calibration=dataclasses.replace(made_calibration(), computes=computes))
+
+
+# --- Case P1: every input has an effect.
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"width": 32},
+        {"feed_forward_width": 64},
+        {"dropout_ratio": 0.5},
+        {"edge_bias": EdgeBias.DEGREE},
+        {"laplacian_encodings": 4},
+        {"random_walk_encodings": 4},
+    ],
+    ids=str,
+)
+def test_a_larger_model_takes_longer(more):
+    assert seconds_of(ALONE, model=more) > seconds_of(ALONE)
+
+
+def test_more_heads_of_the_same_width_change_attention_alone():
+    # The law of the made attention depends on heads times head size; an edge bias has a number for each head.
+    few, many = (seconds_of(ALONE, model={"num_heads": heads, "edge_bias": EdgeBias.DEGREE}) for heads in (4, 8))
+    assert many > few
+
+
+def test_more_layers_take_longer():
+    deep = made_plan(ALONE.partition, num_layers=3)
+    assert seconds_of(deep, model={"num_layers": 3}) > seconds_of(ALONE)
+
+
+@pytest.mark.parametrize("more", [{"num_features": 40}, {"num_classes": 50}], ids=str)
+def test_a_wider_graph_takes_longer(more):
+    assert seconds_of(ALONE, graph=more) > seconds_of(ALONE)
+
+
+@pytest.mark.parametrize(
+    "larger",
+    [
+        equal_parts(2, num_nodes=6000, num_edges=32_000, halo_rows=500),
+        equal_parts(2, num_nodes=4000, num_edges=64_000, halo_rows=500),
+        equal_parts(2, num_nodes=4000, num_edges=32_000, halo_rows=1500),
+    ],
+)
+def test_more_nodes_edges_or_halo_take_longer(larger):
+    assert seconds_of(made_plan(larger)) > seconds_of(TWO)
+
+
+def test_sparse_entries_count():
+    few, many = (
+        seconds_of(made_plan(equal_parts(1, num_nodes=4000, num_edges=100, num_feature_entries=entries)))
+        for entries in (10_000, 100_000)
+    )
+    assert many > few
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"exchange": (Exchange.ALL_GATHER,) * 2},
+        {"recompute": (Recompute.LAYER, Recompute.NONE)},
+        {"gradient_bucket_bytes": 1024},
+    ],
+    ids=str,
+)
+def test_every_choice_of_a_plan_counts(other):
+    assert seconds_of(dataclasses.replace(TWO, **other)) > seconds_of(TWO)
+
+
+def test_the_number_format_decides_which_costs_count():
+    fp32, bf16 = (
+        made_calibration(precisions=(precision,), compute_seconds=lambda *law, f=factor: f * made_seconds(*law))
+        for precision, factor in ((Dtype.FLOAT32, 1.0), (Dtype.BFLOAT16, 0.5))
+    )
+    # Parameters are updated in fp32 whatever the activations are.
+    both = dataclasses.replace(fp32, computes=fp32.computes + bf16.computes)
+    half = seconds_of(dataclasses.replace(ALONE, precision=Dtype.BFLOAT16), calibration=both)
+    assert half < 0.7 * seconds_of(ALONE, calibration=both)
+
+
+@pytest.mark.parametrize("link", ["device_link", "host_link"])
+@pytest.mark.parametrize("field", ["latency_seconds", "bandwidth_bytes_per_second"])
+def test_every_number_of_a_link_counts_where_nothing_was_measured(link, field):
+    computes_only = dataclasses.replace(made_calibration(), collectives=())
+    num_hosts = 2 if link == "host_link" else 1
+    cluster = made_cluster(num_hosts=num_hosts, devices_per_host=2 // num_hosts)
+    plain = LinkSpec(latency_seconds=1e-4, bandwidth_bytes_per_second=1 * GB)
+    slower = dataclasses.replace(plain, **{field: 2e-4 if field == "latency_seconds" else 0.5 * GB})
+    links: list[dict[str, Any]] = [{link: plain}, {link: slower}]
+    fast, slow = (
+        seconds_of(TWO, cluster=dataclasses.replace(cluster, **linked), calibration=computes_only) for linked in links
+    )
+    assert slow > fast
+
+
+def test_measured_collectives_count():
+    slow = made_calibration(collective_seconds=lambda *law: 3 * made_collective_seconds(*law))
+    assert seconds_of(TWO, calibration=slow) > seconds_of(TWO)
+
+
+def test_hosts_count():
+    apart = made_cluster(num_hosts=2, devices_per_host=1)
+    assert seconds_of(TWO, cluster=apart) > seconds_of(TWO)
+
+
+def test_the_step_and_the_seed_decide_on_the_batch():
+    parts = [made_part(nodes, [10 * nodes] * 3, [0] * 3) for nodes in (100, 5000, 20_000)]
+    plan = made_plan(made_partition(parts), graph_parallel_degree=1)
+    assert len({seconds_of(plan, step=step) for step in range(3)}) == 3
+    assert len({seconds_of(plan, seed=seed) for seed in range(20)}) == 3

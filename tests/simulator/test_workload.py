@@ -1,0 +1,411 @@
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from simulator.costs import task_flops
+from simulator.specs.cluster import DeviceKind
+from simulator.specs.graph import GraphSpec
+from simulator.specs.model import EdgeBias, ModelSpec
+from simulator.specs.plan import Exchange, Plan, Recompute, batch_parts
+from simulator.specs.program import SHAPE_FIELDS, Phase, Stream, Task, TaskKind, task_name
+from simulator.specs.units import Dtype
+from simulator.workload import (
+    gradient_buckets,
+    lower,
+    num_input_columns,
+    num_parameters,
+    parameter_shapes,
+    rank_work,
+)
+from tests.made import (
+    equal_parts,
+    graph_of,
+    made_cluster,
+    made_model,
+    made_part,
+    made_partition,
+    made_plan,
+    merged,
+)
+from tests.strategies import models, partitions, plans
+
+CPU, GPU = (made_cluster(num_hosts=8, devices_per_host=8, kind=kind) for kind in DeviceKind)
+
+
+def tasks_of(
+    plan: Plan, model: ModelSpec, graph: GraphSpec | None = None, *, step: int = 0, seed: int = 0
+) -> tuple[tuple[Task, ...], ...]:
+    return lower(plan, graph or graph_of(plan.partition), model, CPU, step=step, seed=seed).tasks
+
+
+def flops_of(tasks: Iterable[Task]) -> float:
+    return sum(task_flops(task.kind, task.phase, task.shape) for task in tasks if not task.kind.is_collective)
+
+
+def flatten(tasks: tuple[tuple[Task, ...], ...]) -> list[Task]:
+    return [task for rank in tasks for task in rank]
+
+
+@st.composite
+def plans_and_models(draw: st.DrawFn) -> tuple[Plan, ModelSpec]:
+    """Draw a plan and a model of as many layers."""
+    plan = draw(plans)
+    return plan, dataclasses.replace(draw(models), num_layers=len(plan.exchange))
+
+
+@st.composite
+def full_graph_plans(draw: st.DrawFn) -> tuple[Plan, ModelSpec]:
+    """Draw a plan whose ranks share the whole graph, and a model."""
+    partition = draw(partitions())
+    model = draw(models)
+    exchange = st.sampled_from([Exchange.HALO, Exchange.ALL_GATHER])
+    alone = partition.num_parts == 1
+    layers = model.num_layers
+    return made_plan(
+        partition,
+        exchange=tuple(Exchange.NONE if alone else draw(exchange) for _ in range(layers)),
+        recompute=tuple(draw(st.sampled_from(Recompute)) for _ in range(layers)),
+        precision=draw(st.sampled_from(Dtype)),
+    ), model
+
+
+# --- Work.
+
+
+@given(full_graph_plans())
+def test_flops_of_all_ranks_are_those_of_one_device_and_what_is_recomputed(drawn):
+    plan, model = drawn
+    graph = graph_of(plan.partition)
+    alone = made_plan(merged(plan.partition), num_layers=model.num_layers)
+    shared, whole = flatten(tasks_of(plan, model, graph)), flatten(tasks_of(alone, model, graph))
+    again = [index for index, recompute in enumerate(plan.recompute) if recompute is Recompute.LAYER]
+    # What one device computes forward in the layers that are recomputed.
+    recomputed = [
+        task
+        for task in whole
+        if task.phase is Phase.FORWARD and task.name.split(".")[0] in {f"layer{i}" for i in again}
+    ]
+    assert flops_of(shared) == pytest.approx(flops_of(whole) + flops_of(recomputed), rel=1e-12)
+
+
+@given(full_graph_plans())
+def test_rows_and_edges_of_all_ranks_are_those_of_one_device(drawn):
+    plan, model = drawn
+    graph = graph_of(plan.partition)
+    alone = made_plan(merged(plan.partition), num_layers=model.num_layers)
+    (whole,) = tasks_of(alone, model, graph)
+    shared: dict[str, list[Task]] = {}
+    for task in flatten(tasks_of(plan, model, graph)):
+        shared.setdefault(task.name, []).append(task)
+    for task in whole:
+        if task.kind in (TaskKind.CLIP, TaskKind.OPTIMIZER):
+            assert {other.shape for other in shared[task.name]} == {task.shape}  # every rank updates everything
+            continue
+        fields = SHAPE_FIELDS[task.kind]
+        for position, field in enumerate(fields):
+            counts = [other.shape[position] for other in shared[task.name]]
+            if field in ("rows", "rows_labelled", "entries", "edges", "targets"):
+                assert sum(counts) == task.shape[position], (task.name, field)
+            elif field != "sources":
+                assert set(counts) == {task.shape[position]}, (task.name, field)
+
+
+@given(plans_and_models(), st.integers(0, 20), st.integers(0, 5))
+def test_what_ranks_send_in_a_halo_is_what_others_receive(drawn, step, seed):
+    plan, _ = drawn
+    works = rank_work(plan, step=step, seed=seed)
+    for rank in range(plan.num_ranks):
+        group = plan.graph_group(rank)
+        for index, other in enumerate(group):
+            assert works[rank].rows_to[index] == works[other].rows_from[rank - group[0]]
+        assert works[rank].rows_to[rank - group[0]] == 0
+
+
+@given(plans_and_models(), st.integers(0, 20))
+def test_an_exchange_sends_back_the_gradients_of_what_it_brought(drawn, step):
+    plan, model = drawn
+    tasks = tasks_of(plan, model, step=step)
+    by_name = [{task.name: task for task in rank} for rank in tasks]
+    for rank in range(plan.num_ranks):
+        group = plan.graph_group(rank)
+        for layer in range(model.num_layers):
+            name = f"layer{layer}.exchange"
+            if plan.exchange[layer] is Exchange.HALO:
+                for index, other in enumerate(group):
+                    back = by_name[other][f"{name}.backward"].shape[rank - group[0]]
+                    assert by_name[rank][name].shape[index] == back
+            elif plan.exchange[layer] is Exchange.ALL_GATHER:
+                given_bytes = by_name[rank][name].shape[0]
+                assert by_name[rank][f"{name}.backward"].shape == (given_bytes * len(group),)
+                assert {by_name[other][name].shape[0] for other in group} == {given_bytes}
+
+
+@given(plans_and_models(), st.integers(0, 20), st.integers(0, 3))
+def test_each_node_of_a_steps_batches_is_worked_on_once(drawn, step, seed):
+    plan, _ = drawn
+    works = rank_work(plan, step=step, seed=seed)
+    parts = plan.partition.parts
+    batches = batch_parts(plan, step=step, seed=seed)
+    for replica, batch in enumerate(batches):
+        first = replica * plan.graph_parallel_degree
+        mine = works[first : first + plan.graph_parallel_degree]
+        # A graph group has a rank for each part; a rank beyond the batch's parts has nothing to do.
+        assume(plan.graph_parallel_degree == 1 or len(batch) <= plan.graph_parallel_degree)
+        assert sum(work.num_rows for work in mine) == sum(parts[part].num_nodes for part in batch)
+        assert sum(work.num_train_rows for work in mine) == sum(parts[part].num_train_nodes for part in batch)
+        assert sum(work.num_edges for work in mine) == sum(
+            parts[target].edges_from[source] for target in batch for source in batch
+        )
+
+
+def test_edges_that_leave_a_batch_are_left_out():
+    # Part 0 has 5 edges of its own, 7 from part 1 and 11 from part 2.
+    parts = [
+        made_part(10, [5, 7, 11], [0, 3, 4]),
+        made_part(20, [1, 1, 1], [1, 0, 1]),
+        made_part(30, [2] * 3, [1, 1, 0]),
+    ]
+    plan = made_plan(made_partition(parts), graph_parallel_degree=1, parts_per_batch=2)
+    by_batch = {}
+    for seed in range(20):
+        (batch,) = batch_parts(plan, step=0, seed=seed)
+        by_batch[frozenset(batch)] = rank_work(plan, step=0, seed=seed)[0]
+    assert {batch: (work.num_rows, work.num_edges) for batch, work in by_batch.items()} == {
+        frozenset({0, 1}): (30, 5 + 7 + 1 + 1),
+        frozenset({0, 2}): (40, 5 + 11 + 2 + 2),
+        frozenset({1, 2}): (50, 1 + 1 + 2 + 2),
+    }
+    # One rank holds all rows of its batch and exchanges none.
+    assert all(work.rows_to == work.rows_from == (0,) for work in by_batch.values())
+
+
+@pytest.mark.parametrize(
+    ("exchange", "rows"), [(Exchange.NONE, 10), (Exchange.HALO, 10 + 3 + 4), (Exchange.ALL_GATHER, 3 * 30)]
+)
+def test_rows_that_a_rank_attends_to_by_hand(exchange, rows):
+    parts = [
+        made_part(10, [5, 7, 11], [0, 3, 4]),
+        made_part(20, [1, 1, 1], [1, 0, 1]),
+        made_part(30, [2] * 3, [1, 1, 0]),
+    ]
+    work = rank_work(made_plan(made_partition(parts)), step=0, seed=0)[0]
+    assert work.num_source_rows(exchange) == rows
+
+
+# --- Programs.
+
+
+def test_a_program_by_hand():
+    # Two ranks; rank 0 owns 10 nodes and sends 4 of them to rank 1, which owns 20 and sends 3.
+    partition = made_partition([made_part(10, [5, 7], [0, 3]), made_part(20, [9, 2], [4, 0])])
+    model = made_model(width=8, num_heads=2, num_layers=1, feed_forward_width=12)
+    plan = made_plan(partition, num_layers=1, precision=Dtype.BFLOAT16)
+    graph = graph_of(partition, num_features=6, num_classes=5)
+    first, _ = lower(plan, graph, model, CPU).tasks
+    norm = 8 + 8
+    layer = norm + 24 * 8 + (8 * 8 + 8) + norm + (12 * 8 + 12) + (8 * 12 + 8)
+    parameters = (6 * 8 + 8) + layer + norm + (8 * 5 + 5)
+    forward = [
+        ("input.linear", TaskKind.INPUT_LINEAR, (10, 6, 8)),
+        ("layer0.attention_norm", TaskKind.LAYER_NORM, (10, 8)),
+        ("layer0.query_key_value", TaskKind.PROJECTION, (10, 8, 24)),
+        ("layer0.pack", TaskKind.HALO_PACK, (10, 4, 16)),
+        ("layer0.exchange", TaskKind.ALL_TO_ALL, (0, 4 * 16 * 2)),
+        ("layer0.attention", TaskKind.ATTENTION, (10, 13, 12, 2, 4)),
+        ("layer0.attention_output", TaskKind.LINEAR, (10, 8, 8)),
+        ("layer0.attention_residual", TaskKind.RESIDUAL, (10, 8)),
+        ("layer0.feed_forward_norm", TaskKind.LAYER_NORM, (10, 8)),
+        ("layer0.feed_forward_up", TaskKind.LINEAR, (10, 8, 12)),
+        ("layer0.feed_forward_activation", TaskKind.GELU, (10, 12)),
+        ("layer0.feed_forward_down", TaskKind.LINEAR, (10, 12, 8)),
+        ("layer0.feed_forward_residual", TaskKind.RESIDUAL, (10, 8)),
+        ("head.norm", TaskKind.LAYER_NORM, (10, 8)),
+        ("head.linear", TaskKind.LINEAR, (10, 8, 5)),
+        ("loss", TaskKind.LOSS, (10, 5, 5)),
+    ]
+    # Backward, three halo rows' gradients go back to rank 1.
+    backward = [
+        (f"{name}.backward", kind, (0, 3 * 16 * 2) if name == "layer0.exchange" else shape)
+        for name, kind, shape in reversed(forward)
+    ]
+    # Gradients of all parameters in fp32, and the loss.
+    update = [
+        ("gradients.bucket0", TaskKind.ALL_REDUCE, (4 * (parameters + 1),)),
+        ("clip", TaskKind.CLIP, (parameters, 17)),
+        ("optimizer", TaskKind.OPTIMIZER, (parameters, 17)),
+    ]
+    assert [(task.name, task.kind, task.shape) for task in first] == forward + backward + update
+    assert {task.dtype for task in first[:-3]} == {Dtype.BFLOAT16}
+    assert {task.dtype for task in first[-3:]} == {Dtype.FLOAT32}
+
+
+@given(plans_and_models(), st.sampled_from([CPU, GPU]))
+def test_every_program_is_well_formed(drawn, cluster):
+    plan, model = drawn
+    for rank, tasks in enumerate(lower(plan, graph_of(plan.partition), model, cluster).tasks):
+        assert max(Counter(task.name for task in tasks).values()) == 1
+        for index, task in enumerate(tasks):
+            assert all(count >= 0 for count in task.shape)
+            if task.kind is not TaskKind.ALL_TO_ALL:
+                assert len(task.shape) == len(SHAPE_FIELDS[task.kind])
+            # Each change of stream waits for the task before it, so that tasks run in the order of the program.
+            previous = tasks[index - 1].stream if index else task.stream
+            assert task.waits_for == ((index - 1,) if task.stream is not previous else ())
+            assert task.stream is (Stream.COMMUNICATION if task.kind.is_collective else Stream.COMPUTE)
+            assert (rank in task.group) == task.kind.is_collective
+            # CPUs run a task while the host thread waits.
+            assert task.blocks_host == (cluster is CPU)
+
+
+@given(plans_and_models(), st.integers(0, 20))
+def test_all_ranks_meet_in_the_same_collectives_in_one_order(drawn, step):
+    # Also ranks without nodes, and replicas without a batch.
+    plan, model = drawn
+    tasks = tasks_of(plan, model, step=step)
+    names = [[(task.name, task.kind, task.group) for task in rank if task.kind.is_collective] for rank in tasks]
+    for rank in range(plan.num_ranks):
+        same_group = plan.graph_group(rank)[0]
+        assert names[rank] == names[same_group]
+        assert [name for name, _, _ in names[rank]] == [name for name, _, _ in names[0]]
+
+
+def test_the_seed_orders_the_batches_of_an_epoch():
+    parts = [made_part(nodes, [1] * 3, [0] * 3) for nodes in (10, 20, 30)]
+    plan = made_plan(made_partition(parts), graph_parallel_degree=1)
+    model = made_model()
+    orders = {
+        tuple(tasks_of(plan, model, step=step, seed=seed)[0][0].shape[0] for step in range(3)) for seed in range(40)
+    }
+    # Every epoch has each part once, in any of the six orders.
+    assert {tuple(sorted(order)) for order in orders} == {(10, 20, 30)}
+    assert len(orders) == 6
+
+
+@pytest.mark.parametrize(
+    ("fields", "graph_fields", "names"),
+    [
+        ({}, {}, {"input.linear"}),
+        ({}, {"num_feature_entries": 40}, {"input.features"}),
+        ({"laplacian_encodings": 2}, {"num_feature_entries": 40}, {"input.linear", "input.features", "input.sum"}),
+        ({"dropout_ratio": 0.5}, {}, {"input.linear", "input.dropout"}),
+    ],
+)
+def test_how_the_input_is_read_depends_on_features_and_encodings(fields, graph_fields, names):
+    partition = equal_parts(1, num_nodes=10, num_edges=20, num_feature_entries=40)
+    plan = made_plan(partition)
+    (tasks,) = tasks_of(plan, made_model(**fields), graph_of(partition, **({"num_feature_entries": 0} | graph_fields)))
+    assert {task.name for task in tasks if task.name.startswith("input.") and task.phase is Phase.FORWARD} == names
+    assert {task.name for task in tasks if task.name.startswith("input.") and task.phase is Phase.BACKWARD} == {
+        f"{name}.backward" for name in names
+    }
+
+
+@pytest.mark.parametrize(("entries", "columns"), [(0, 12 + 5), (40, 5)])
+def test_encodings_join_dense_features_and_stand_alone_beside_sparse_ones(entries, columns):
+    graph = graph_of(equal_parts(1, num_nodes=10, num_edges=20), num_feature_entries=entries)
+    assert num_input_columns(graph, made_model(laplacian_encodings=2, random_walk_encodings=3)) == columns
+
+
+@pytest.mark.parametrize(("field", "tasks"), [({"dropout_ratio": 0.5}, 1 + 2 * 2), ({"edge_bias": EdgeBias.DEGREE}, 2)])
+def test_dropout_and_edge_bias_add_their_tasks_forward_and_backward(field, tasks):
+    plan = made_plan(equal_parts(1, num_nodes=10, num_edges=20))
+    plain, more = (len(tasks_of(plan, model)[0]) for model in (made_model(), made_model(**field)))
+    assert more - plain == 2 * tasks
+
+
+# --- Recomputation.
+
+
+@given(plans_and_models())
+def test_a_recomputed_layer_does_its_forward_tasks_again(drawn):
+    plan, model = drawn
+    for rank in tasks_of(plan, model):
+        forward = [task for task in rank if task.phase is Phase.FORWARD]
+        again = [task for task in rank if task.phase is Phase.RECOMPUTE]
+        expected = [
+            dataclasses.replace(task, name=task_name(task.name, Phase.RECOMPUTE), phase=Phase.RECOMPUTE, waits_for=())
+            for layer in reversed(range(model.num_layers))
+            if plan.recompute[layer] is Recompute.LAYER
+            for task in forward
+            if task.name.startswith(f"layer{layer}.")
+        ]
+        # Exchanges too: only the layer's input is kept.
+        assert [dataclasses.replace(task, waits_for=()) for task in again] == expected
+
+
+@given(plans_and_models())
+def test_the_backward_pass_is_the_forward_pass_reversed(drawn):
+    plan, model = drawn
+    for rank in tasks_of(plan, model):
+        forward = [task.name for task in rank if task.phase is Phase.FORWARD]
+        backward = [task.name for task in rank if task.phase is Phase.BACKWARD]
+        assert backward == [f"{name}.backward" for name in reversed(forward)]
+
+
+def test_a_layer_is_recomputed_before_the_products_of_its_backward_pass_need_it():
+    plan = made_plan(equal_parts(1, num_nodes=10, num_edges=20), recompute=(Recompute.NONE, Recompute.LAYER))
+    names = [task.name for task in tasks_of(plan, made_model())[0]]
+    last_recomputed = names.index("layer1.feed_forward_residual.recompute")
+    assert names.index("head.norm.backward") < names.index("layer1.attention_norm.recompute") < last_recomputed
+    assert last_recomputed < names.index("layer1.feed_forward_down.backward")
+    assert not any(name.startswith("layer0") and name.endswith("recompute") for name in names)
+
+
+# --- Gradients.
+
+
+@pytest.mark.parametrize(
+    ("sizes", "bucket_bytes", "counts"),
+    [
+        # 10 numbers are 40 bytes.
+        ([10, 10, 10], 120, (3,)),
+        ([10, 10, 10], 119, (2, 1)),
+        ([10, 10, 10], 40, (1, 1, 1)),
+        ([10, 10, 10], 4, (1, 1, 1)),
+        # A parameter larger than a bucket has one of its own, and the next one does not join it.
+        ([1, 100, 1], 40, (1, 1, 1)),
+        ([5, 5, 3, 8, 1], 40, (2, 1, 2)),
+        ([7], 25 * 2**20, (1,)),
+    ],
+)
+def test_gradient_buckets_by_hand(sizes, bucket_bytes, counts):
+    assert gradient_buckets(sizes, bucket_bytes) == counts
+
+
+@given(st.lists(st.integers(1, 10**6), min_size=1), st.integers(4, 10**7))
+def test_gradient_buckets_take_every_parameter_once_and_as_many_as_fit(sizes, bucket_bytes):
+    counts = gradient_buckets(sizes, bucket_bytes)
+    assert sum(counts) == len(sizes)
+    assert min(counts) >= 1
+    first = 0
+    for count in counts:
+        bucket = 4 * sum(sizes[first : first + count])
+        assert bucket <= bucket_bytes or count == 1
+        first += count
+        if first < len(sizes):
+            assert bucket + 4 * sizes[first] > bucket_bytes
+
+
+@given(plans_and_models())
+def test_all_reduces_carry_every_parameter_and_the_loss(drawn):
+    plan, model = drawn
+    graph = graph_of(plan.partition)
+    for rank in tasks_of(plan, model, graph):
+        reduced = [task for task in rank if task.kind is TaskKind.ALL_REDUCE]
+        assert bool(reduced) == (plan.num_ranks > 1)
+        if reduced:
+            assert sum(task.shape[0] for task in reduced) == 4 * (num_parameters(graph, model) + 1)
+            assert {task.group for task in reduced} == {tuple(range(plan.num_ranks))}
+
+
+@given(models, st.booleans())
+def test_parameters_have_names_of_their_own_and_add_up(model, is_sparse):
+    graph = graph_of(equal_parts(1, num_nodes=10, num_edges=20), num_feature_entries=40 * is_sparse)
+    shapes = parameter_shapes(graph, model)
+    assert len(dict(shapes)) == len(shapes)
+    assert sum(math.prod(shape) for _, shape in shapes) == num_parameters(graph, model)

@@ -1,0 +1,114 @@
+"""Exercises every torch, Triton and NCCL API in use on one or two GPUs, in under a minute.
+
+    python -m tests.smoke_gpu
+
+Runs plans of every kind on a small graph, with tracing, and checks that plans of one batch kind learn alike.
+Continuous integration has no GPU, so this is run first whenever one is at hand.
+"""
+
+import json
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from executor.environment import environment, local_cluster
+from executor.run import PlanRun, run_plans
+from simulator.readers.generators import materialise
+from simulator.readers.graphs import read_graph
+from simulator.specs.cluster import DeviceKind
+from simulator.specs.files import read_trace
+from simulator.specs.graph import CommunityGraph
+from simulator.specs.model import EdgeBias, ModelSpec
+from simulator.specs.plan import Exchange, Recompute
+from simulator.specs.train import TrainSpec
+from simulator.specs.units import Dtype
+from tests.plans import Choices, plan_file_of, plan_of
+
+MODEL = ModelSpec(
+    width=64,
+    num_heads=4,
+    num_layers=2,
+    feed_forward_width=128,
+    dropout_ratio=0.1,
+    edge_bias=EdgeBias.DEGREE,
+    random_walk_encodings=4,
+)
+TRAIN = TrainSpec(num_steps=12, learning_rate=0.003, evaluate_every_steps=6, trace_steps=2)
+GRAPH = CommunityGraph(num_nodes=6001, num_edges=40_000, num_classes=8)
+
+FULL_GRAPH = {
+    "full graph": Choices(),
+    "full graph, layers recomputed": Choices(recompute=Recompute.LAYER),
+    "halo": Choices(graph_parallel_degree=2),
+    "all-gather": Choices(graph_parallel_degree=2, exchange=Exchange.ALL_GATHER),
+    "both exchanges, recomputed, buckets": Choices(
+        graph_parallel_degree=2,
+        exchange=(Exchange.HALO, Exchange.ALL_GATHER),
+        recompute=(Recompute.LAYER, Recompute.NONE),
+        gradient_bucket_bytes=64 * 1024,
+    ),
+}
+OTHERS = {
+    "full graph, bf16": Choices(precision=Dtype.BFLOAT16),
+    "halo, bf16": Choices(graph_parallel_degree=2, precision=Dtype.BFLOAT16),
+    "clusters": Choices(num_parts=4),
+    "clusters on two": Choices(data_parallel_degree=2, num_parts=5),
+}
+
+
+def main() -> int:
+    """Run everything; return the exit status."""
+    started = time.perf_counter()
+    if not torch.cuda.is_available():
+        print("smoke_gpu needs a CUDA device, and this machine has none", file=sys.stderr)
+        return 5
+    print(*(f"{name} {value}" for name, value in environment(DeviceKind.CUDA)), sep="\n")
+    from tests.triton_add import triton_adds
+
+    cluster = local_cluster(DeviceKind.CUDA)
+    failures = [] if triton_adds() else ["a Triton kernel gave a wrong sum"]
+    with tempfile.TemporaryDirectory() as folder_name:
+        folder = Path(folder_name)
+        spec, graph = read_graph(materialise(GRAPH, folder), base=folder)
+        choices = {
+            name: found for name, found in (FULL_GRAPH | OTHERS).items() if found.num_ranks <= cluster.num_devices
+        }
+        runs = []
+        for index, found in enumerate(choices.values()):
+            out = folder / f"run{index}"
+            out.mkdir()
+            plan = plan_of(found, graph, MODEL, out)
+            plan_file_of(plan, spec, MODEL, cluster, replace(TRAIN), out / "plan.json")
+            runs.append(PlanRun(plan_path=out / "plan.json", out=out, quiet=True))
+        run_plans(runs)
+        losses = {}
+        for (name, _), run in zip(choices.items(), runs, strict=True):
+            result = json.loads((run.out / "result.json").read_text())
+            trace = read_trace(run.out / "measured.json")
+            losses[name] = result["losses"]
+            kernels = sum(span.duration_seconds for span in trace.spans) / len(trace.traced_step_seconds)
+            print(
+                f"{name:40} loss {losses[name][0]:.5f} -> {losses[name][-1]:.5f}, step "
+                f"{1e3 * trace.median_step_seconds:.2f} ms, kernels {1e3 * kernels / trace.num_ranks:.2f} ms a rank, "
+                f"{len(trace.spans)} spans, peak {max(trace.peak_memory_bytes) / 2**20:.0f} MiB"
+            )
+            if not losses[name][-1] < losses[name][0]:
+                failures.append(f"{name} did not learn")
+            if kernels == 0:
+                failures.append(f"{name} traced no kernels")
+    for name in FULL_GRAPH:
+        if name in losses:
+            error = max(abs(a / b - 1) for a, b in zip(losses[name], losses["full graph"], strict=True))
+            print(f"{name:40} differs from one rank by at most {error:.1e} in {TRAIN.num_steps} losses")
+            if error > 1e-4:
+                failures.append(f"{name} learns otherwise than one rank")
+    print(f"{time.perf_counter() - started:.0f} s;", "; ".join(failures) or "all fine")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
