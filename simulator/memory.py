@@ -1,6 +1,5 @@
 """Peak bytes of each rank, and where they go."""
 
-import math
 from collections.abc import Sequence
 
 from simulator.specs.cluster import ClusterSpec, DeviceKind
@@ -56,7 +55,8 @@ def misfit(plan_memory: Sequence[RankMemory], cluster: ClusterSpec) -> str:
 def _rank_memory(plan: Plan, graph: GraphSpec, model: ModelSpec, cluster: ClusterSpec, work: RankWork) -> RankMemory:
     parameters = num_parameters(graph, model) * PARAMETER_BYTES
     layers = range(model.num_layers)
-    kept = [_layer_bytes(plan, model, work, plan.exchange[layer]) for layer in layers]
+    kind = cluster.device.kind
+    kept = [_layer_bytes(plan, model, work, plan.exchange[layer], kind) for layer in layers]
     saved = [
         kept[layer] if plan.recompute[layer] is Recompute.NONE else work.num_rows * model.width * _size(plan)
         for layer in layers
@@ -69,7 +69,7 @@ def _rank_memory(plan: Plan, graph: GraphSpec, model: ModelSpec, cluster: Cluste
         ("optimizer", 2 * parameters),
         ("inputs", _input_bytes(plan, graph, model, work) * (1 if plan.is_full_graph else _resident_batches(plan))),
         ("activations", sum(saved) + _head_bytes(plan, graph, model, work)),
-        ("workspace", again + max(_workspace_bytes(plan, model, work, exchange) for exchange in plan.exchange)),
+        ("workspace", again + max(_workspace_bytes(plan, model, work, exchange, kind) for exchange in plan.exchange)),
         ("context", CONTEXT_BYTES[cluster.device.kind]),
     )
 
@@ -92,36 +92,39 @@ def _input_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec, work: RankWork)
     return dense + sparse + edges + 4 * work.num_rows * INDEX_BYTES
 
 
-def _layer_bytes(plan: Plan, model: ModelSpec, work: RankWork, exchange: Exchange) -> int:
+def _layer_bytes(plan: Plan, model: ModelSpec, work: RankWork, exchange: Exchange, kind: DeviceKind) -> int:
     """Return what autograd saves of one layer.
 
     Of rows times width: two layer inputs, two norm outputs and the attention's output, its fp32 sums, and two
-    dropout masks of a byte. Of rows times the feed-forward width: the activation's input and output. Of edges times
-    width: gathered queries, keys and values; of edges times heads: exponentials.
+    dropout masks of a byte. Of rows times the feed-forward width: the activation's input and output. Attention on GPUs
+    keeps gathered queries, keys and values of edges times width and exponentials of edges times heads; on CPUs it
+    keeps queries, keys and values of rows and a number of each row and head.
     """
     rows, width, size = work.num_rows, model.width, _size(plan)
     masks = 2 * rows * width * (model.dropout_ratio > 0)
     dense = rows * (5 * width + 2 * model.feed_forward_width) * size + rows * width * SCORE_BYTES + masks
-    attention = work.num_edges * (3 * width * size + model.num_heads * SCORE_BYTES)
-    del exchange
-    return dense + attention
+    if kind is DeviceKind.CUDA:
+        return dense + work.num_edges * (3 * width * size + model.num_heads * SCORE_BYTES)
+    rows_attended = work.num_source_rows(exchange)
+    return dense + (rows + 2 * rows_attended) * width * size + rows * model.num_heads * SCORE_BYTES
 
 
-def _workspace_bytes(plan: Plan, model: ModelSpec, work: RankWork, exchange: Exchange) -> int:
+def _workspace_bytes(plan: Plan, model: ModelSpec, work: RankWork, exchange: Exchange, kind: DeviceKind) -> int:
     """Return what the largest task holds beside what is saved: the backward pass of attention.
 
-    Gradients of messages and of the gathered rows of edges times width, and of queries, keys and values of rows.
+    Gradients of queries, keys and values of rows in fp32; on GPUs also of messages and of the gathered rows of edges
+    times width.
     """
     sources = work.num_source_rows(exchange)
-    edges = work.num_edges * model.width * (SCORE_BYTES + 2 * _size(plan))
-    return edges + (work.num_rows + 2 * sources) * model.width * SCORE_BYTES
+    rows = (work.num_rows + 2 * sources) * model.width * SCORE_BYTES
+    if kind is DeviceKind.CPU:
+        return rows
+    return rows + work.num_edges * model.width * (SCORE_BYTES + 2 * _size(plan))
 
 
 def _head_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec, work: RankWork) -> int:
     rows, classes = work.num_rows, graph.num_classes
-    return rows * (2 * model.width + classes) * _size(plan) + 3 * work.num_train_rows * classes * SCORE_BYTES
-
-
-def gibibytes(num_bytes: int) -> float:
-    """Return GiB, rounded to a hundredth."""
-    return math.ceil(num_bytes / 2**30 * 100) / 100
+    input_mask = rows * model.width * (model.dropout_ratio > 0)
+    return (
+        input_mask + rows * (2 * model.width + classes) * _size(plan) + 3 * work.num_train_rows * classes * SCORE_BYTES
+    )
