@@ -1,6 +1,7 @@
 """The whole loop on a made-up graph, told step by step: what `graphpilot demo` does."""
 
 import json
+import shlex
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ RUN_TOML = """\
 generator = "community"
 num_nodes = 20_000
 num_edges = 150_000
+feature_noise = 6.0  # a node's own features tell little of its class, those of its neighbours more
 
 [model]
 width = 64
@@ -59,11 +61,10 @@ dropout_ratio = 0.1
 name = "local"  # this machine; others: graphpilot cluster --help
 
 [train]
-num_steps = 150
-learning_rate = 0.01
-warmup_steps = 10
-evaluate_every_steps = 25
-trace_steps = 5  # the last steps, recorded task by task
+num_steps = 120
+learning_rate = 0.002
+evaluate_every_steps = 20
+trace_steps = 10  # the last steps, recorded task by task
 """
 # Steps drawn for the interval of a prediction, as `graphpilot simulate` does.
 TRIALS = 20
@@ -92,7 +93,7 @@ class Story:
             command: its arguments; a word that starts with "@" is a file of the demo.
         """
         self._count += 1
-        words = (str(self.path(word[1:])) if word.startswith("@") else word for word in command.split())
+        words = (shlex.quote(str(self.path(word[1:]))) if word[0] == "@" else word for word in command.split())
         self.say("", Text(f"{self._count}. {title}", style="bold"), Text(f"   graphpilot {' '.join(words)}", "cyan"))
 
     def say(self, *lines: Text | str) -> None:
@@ -120,9 +121,11 @@ def run_demo(folder: Path, output: Output) -> dict[str, Any]:
     updated = _recalibrate(story, cluster, calibration)
     again = _simulate(story, file, updated, "predicted-again.json", "Predict the same step with the corrected costs")
     recalibrated = compare(again, read_trace(story.path("measured.json")))
-    story.say(f"error of the step: {percent_text(comparison.step.error_ratio)} before, "
-              f"{percent_text(recalibrated.step.error_ratio)} now; mean error of task kinds: "
-              f"{comparison.component_error_ratio:.0%} before, {recalibrated.component_error_ratio:.0%} now")  # fmt: skip
+    story.say(
+        f"error of the step: {percent_text(comparison.step.error_ratio)} before, "
+        f"{percent_text(recalibrated.step.error_ratio)} now; mean error of task kinds: "
+        f"{100 * comparison.component_error_ratio:.0f} % before, {100 * recalibrated.component_error_ratio:.0f} % now"
+    )
     _report(story, file, predicted, recalibrated)
     return {
         "out": str(folder),
@@ -148,6 +151,9 @@ def _run_of(story: Story) -> RunSpec:
     if run.cluster is not None:
         fix = "plan for another cluster with graphpilot plan"
         raise SpecError(f'{path}: cluster.name must be "local" in a demo, got "{run.cluster.name}"; {fix}')
+    if not 0 < run.train.trace_steps < run.train.num_steps:
+        rule = f"must be within 1 and {run.train.num_steps - 1} in a demo, which compares"
+        raise SpecError(f"{path}: train.trace_steps {rule}, got {run.train.trace_steps}; set it in [train]")
     return run
 
 

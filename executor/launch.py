@@ -31,7 +31,7 @@ from simulator.specs.files import remove_unfinished
 OWN_ERRORS = (SpecError, PlanError, RunError, CalibrationError, NoFeasiblePlanError)
 # Work of one rank: an argument that can be pickled, a store through which all ranks meet, the rank.
 Work = Callable[[Any, Store, int], None]
-# Ranks notice a lost peer sooner than the launcher does, and wait so long for the launcher to see the cause first.
+# Ranks notice a lost peer at once, and wait so long for the peer to say why, or for the launcher to see that it died.
 _NOTICE_SECONDS = 1.0
 # A signal to all processes of a terminal may end a rank before this process has handled it.
 _SIGNAL_SECONDS = 0.3
@@ -148,8 +148,6 @@ def _run_as_child(work: Work, argument: Any, causes: Path) -> None:
         partial = causes / f"rank{os.environ['RANK']}.tmp"
         partial.write_bytes(pickle.dumps((is_lost, time.time(), error)))
         partial.replace(partial.with_suffix(".pickle"))
-        if is_lost:
-            time.sleep(_NOTICE_SECONDS)
         raise
 
 
@@ -168,7 +166,10 @@ def run_as_rank(work: Work, argument: Any) -> None:
     try:
         work(argument, _meeting_store(), rank)
     except Exception as error:
-        raise _told(error, rank) from error
+        told = _told(error, rank)
+        if isinstance(told, LostPeerError):
+            time.sleep(_NOTICE_SECONDS)
+        raise told from error
 
 
 @cache

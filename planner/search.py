@@ -14,7 +14,7 @@ from planner.partition import partition_graph
 from planner.space import candidates
 from simulator.constraints import violations
 from simulator.errors import NoFeasiblePlanError
-from simulator.memory import RankMemory, misfit, peak_memory, total_bytes
+from simulator.memory import RankMemory, largest_category, misfit, peak_memory, total_bytes
 from simulator.readers.graphs import Graph
 from simulator.simulation import Pricing, pricing, simulate_with
 from simulator.specs.calibration import Calibration
@@ -84,10 +84,12 @@ def find_plan(
 
     costs = pricing(cluster, calibration)
     rejected: Counter[str] = Counter()
-    priced = list(_price_all(costs, spec, model, train, search, cut, rejected, on_progress))
+    misfits: list[tuple[int, str]] = []
+    priced = list(_price_all(costs, spec, model, train, search, cut, rejected, misfits, on_progress))
     if not priced:
         reasons = "; ".join(f"{reason} ({count})" for reason, count in rejected.most_common(3))
-        raise NoFeasiblePlanError(f"no plan is legal and fits on {cluster.name}: {reasons}")
+        nearest = f"; the nearest to fitting: {min(misfits)[1]}" if misfits else ""
+        raise NoFeasiblePlanError(f"no plan is legal and fits on {cluster.name}: {reasons}{nearest}")
     # Equal predictions go to the plan on fewer ranks, which came first.
     priced.sort(key=lambda found: found.epoch_seconds)
     best, others = priced[0], priced[1:]
@@ -112,6 +114,7 @@ def _price_all(
     search: SearchSpec,
     cut: Partition,
     rejected: Counter[str],
+    misfits: list[tuple[int, str]],
     on_progress: Callable[[str], None],
 ) -> Iterator[_Priced]:
     """Yield the candidates that could win, and count the others by reason."""
@@ -123,7 +126,8 @@ def _price_all(
         steps = range(min(plan.steps_per_epoch, _STEPS_LOOKED_AT))
         memory = peak_memory(plan, spec, model, costs.cluster, steps=steps, seed=train.seed)
         if reason := misfit(memory, costs.cluster):
-            rejected[f"does not fit: {reason}"] += 1
+            rejected[f"does not fit into a device's memory, most of which {largest_category(memory)} would take"] += 1
+            misfits.append((max(map(total_bytes, memory)), reason))
             continue
         programs = [lower(plan, spec, model, costs.cluster, step=step, seed=train.seed) for step in steps]
         bound = epoch_seconds(plan, [lower_bound_seconds(costs, program) for program in programs])

@@ -30,7 +30,8 @@ def peak_memory(
     by_step = [rank_work(plan, step=step, seed=seed) for step in steps]
     found = []
     for rank in range(plan.num_ranks):
-        candidates = [_rank_memory(plan, graph, model, cluster, works[rank]) for works in by_step]
+        whole = _evaluation_work(plan, rank)
+        candidates = [_rank_memory(plan, graph, model, cluster, works[rank], whole) for works in by_step]
         found.append(max(candidates, key=total_bytes))
     return tuple(found)
 
@@ -38,6 +39,17 @@ def peak_memory(
 def total_bytes(memory: RankMemory) -> int:
     """Return the sum over categories."""
     return sum(num_bytes for _, num_bytes in memory)
+
+
+def allocated_bytes(memory: RankMemory) -> int:
+    """Return what torch's allocator holds at the peak: all but the context beside it."""
+    return sum(num_bytes for category, num_bytes in memory if category != "context")
+
+
+def largest_category(plan_memory: Sequence[RankMemory]) -> str:
+    """Return the category that takes most of the fullest rank."""
+    fullest = max(plan_memory, key=total_bytes)
+    return max(fullest, key=lambda pair: pair[1])[0]
 
 
 def misfit(plan_memory: Sequence[RankMemory], cluster: ClusterSpec) -> str:
@@ -52,7 +64,15 @@ def misfit(plan_memory: Sequence[RankMemory], cluster: ClusterSpec) -> str:
     return f"rank {rank} needs {need_text} of {have_text}, most of it {parts}"
 
 
-def _rank_memory(plan: Plan, graph: GraphSpec, model: ModelSpec, cluster: ClusterSpec, work: RankWork) -> RankMemory:
+def _rank_memory(
+    plan: Plan, graph: GraphSpec, model: ModelSpec, cluster: ClusterSpec, work: RankWork, whole: RankWork
+) -> RankMemory:
+    """Return where a rank's bytes go.
+
+    Args:
+        work: of a training step.
+        whole: of an evaluation, which always runs on the whole graph.
+    """
     parameters = num_parameters(graph, model) * PARAMETER_BYTES
     layers = range(model.num_layers)
     kind = cluster.device.kind
@@ -63,24 +83,52 @@ def _rank_memory(plan: Plan, graph: GraphSpec, model: ModelSpec, cluster: Cluste
     ]
     # While a layer is computed again, all that it saves is there once more.
     again = max((kept[layer] for layer in layers if plan.recompute[layer] is Recompute.LAYER), default=0)
+    activations = sum(saved) + _head_bytes(plan, graph, model, work)
+    workspace = again + max(_workspace_bytes(plan, model, work, exchange, kind) for exchange in plan.exchange)
+    exchange = Exchange.HALO if plan.num_ranks > 1 else Exchange.NONE
+    evaluation = 0 if plan.is_full_graph else _layer_bytes(plan, model, whole, exchange, kind)
     return (
         ("parameters", parameters),
         ("gradients", parameters),
         ("optimizer", 2 * parameters),
-        ("inputs", _input_bytes(plan, graph, model, work) * (1 if plan.is_full_graph else _resident_batches(plan))),
-        ("activations", sum(saved) + _head_bytes(plan, graph, model, work)),
-        ("workspace", again + max(_workspace_bytes(plan, model, work, exchange, kind) for exchange in plan.exchange)),
+        ("inputs", _resident_input_bytes(plan, graph, model, work, whole)),
+        ("activations", activations),
+        ("workspace", workspace),
+        ("evaluation", max(evaluation - activations - workspace, 0)),
         ("context", CONTEXT_BYTES[cluster.device.kind]),
     )
 
 
+def _evaluation_work(plan: Plan, rank: int) -> RankWork:
+    """Return what a rank holds when the whole graph is evaluated, part after part dealt out to the ranks.
+
+    Halo rows that several of its parts need are counted for each of them.
+    """
+    mine = range(rank, plan.partition.num_parts, plan.num_ranks)
+    parts = [plan.partition.parts[part] for part in mine]
+    halo_rows = sum(
+        rows for part in parts for other, rows in enumerate(part.halo_rows_from) if other % plan.num_ranks != rank
+    )
+    return RankWork(
+        num_rows=sum(part.num_nodes for part in parts),
+        num_edges=sum(part.num_edges for part in parts),
+        num_feature_entries=sum(part.num_feature_entries for part in parts),
+        num_train_rows=sum(part.num_train_nodes for part in parts),
+        rows_to=(),
+        rows_from=(halo_rows,),
+        max_rows=0,
+    )
+
+
+def _resident_input_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec, work: RankWork, whole: RankWork) -> int:
+    """Return the bytes of inputs on the device: cluster batches that were trained on stay there, up to one a part."""
+    if plan.is_full_graph:
+        return _input_bytes(plan, graph, model, work)
+    return plan.partition.num_parts * _input_bytes(plan, graph, model, work) + _input_bytes(plan, graph, model, whole)
+
+
 def _size(plan: Plan) -> int:
     return plan.precision.num_bytes
-
-
-def _resident_batches(plan: Plan) -> int:
-    """Return how many cluster batches a rank keeps on its device: up to one a part, as the executor does."""
-    return plan.partition.num_parts
 
 
 def _input_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec, work: RankWork) -> int:

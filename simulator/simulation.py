@@ -10,7 +10,7 @@ from simulator.constraints import violations
 from simulator.costs import ComputeCosts
 from simulator.engine import run_program, step_seconds
 from simulator.errors import CalibrationError, PlanError
-from simulator.memory import peak_memory, total_bytes
+from simulator.memory import allocated_bytes, peak_memory, total_bytes
 from simulator.specs.calibration import Calibration
 from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.cost import CollectiveCost, TaskCost
@@ -109,9 +109,17 @@ def simulate_with(
         spans=spans,
         step_seconds=tuple(durations),
         traced_step_seconds=(seconds,),
-        peak_memory_bytes=tuple(total_bytes(memory) for memory in peak_memory(plan, graph, model, cluster, seed=seed)),
+        peak_memory_bytes=_measurable_bytes(plan, graph, model, cluster, seed=seed),
         environment=costs.calibration.environment,
     )
+
+
+def _measurable_bytes(
+    plan: Plan, graph: GraphSpec, model: ModelSpec, cluster: ClusterSpec, *, seed: int
+) -> tuple[int, ...]:
+    """Return each rank's peak as a run measures it: by torch's allocator on GPUs, by the process on CPUs."""
+    peak = total_bytes if cluster.device.kind is DeviceKind.CPU else allocated_bytes
+    return tuple(peak(memory) for memory in peak_memory(plan, graph, model, cluster, seed=seed))
 
 
 class _Medians:

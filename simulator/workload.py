@@ -199,10 +199,13 @@ class _RankLowering:
         for operation in reversed(self._head()):
             self._add_backward(operation)
         for index in reversed(range(self.model.num_layers)):
+            backward = list(reversed(layers[index]))
             if self.plan.recompute[index] is Recompute.LAYER:
+                # The last task, a sum, saved nothing; the one before it asks for what it saved.
+                self._add_backward(backward.pop(0))
                 for operation in layers[index]:
                     self._add_forward(operation, Phase.RECOMPUTE)
-            for operation in reversed(layers[index]):
+            for operation in backward:
                 self._add_backward(operation)
         for operation in reversed(self._input()):
             self._add_backward(operation)

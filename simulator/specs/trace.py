@@ -61,7 +61,7 @@ class Trace:
         spans: of all ranks and traced steps.
         step_seconds: durations of whole steps, tracing off: measured ones after warm-up, or simulated trials.
         traced_step_seconds: durations of the steps that `spans` describe, tracing on.
-        peak_memory_bytes: of each rank.
+        peak_memory_bytes: of each rank: by torch's allocator on GPUs (no CUDA context), of the process on CPUs.
         environment: versions, device, date, as pairs.
     """
 
