@@ -1,6 +1,13 @@
-"""`python -m executor`, which torchrun needs, is the command `graphpilot`."""
+"""`graphpilot`, and `python -m executor` for torchrun, which wants the name of a module."""
 
-from executor.cli import main
+import signal
+
+# Loading the rest takes most of a second; a Ctrl-C meanwhile ends the command as it should, not with a traceback.
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+from executor.cli import main  # noqa: E402
+
+__all__ = ["main"]
 
 if __name__ == "__main__":
     main()

@@ -19,6 +19,7 @@ from rich.logging import RichHandler
 from executor.cli_errors import existing_calibration, require_writable, told_status
 from executor.cli_output import (
     Output,
+    accuracy_text,
     comparison_json,
     comparison_tables,
     corrections_table,
@@ -216,6 +217,8 @@ def plan(
     found_cluster = _cluster(spec_of_run.cluster)
     usable = _usable(calibration, found_cluster, force=force, is_here=spec_of_run.cluster is None)
     spec, graph = _open(spec_of_run.graph, run.parent)
+    if spec.num_train_nodes == 0:
+        output.progress(f"{spec.source.path} has no nodes to train on: its plan can be simulated, but not trained")
     with output.working("searching") as progress:
         file = find_plan(
             spec,
@@ -294,11 +297,10 @@ def train(
     if is_under_torchrun():
         return
     result: dict[str, Any] = json_module.loads((folder / "result.json").read_text())
-    best = result["best"]
     Output(json, quiet).result(
         {"out": str(folder), **{key: result[key] for key in ("best_step", "best", "median_step_seconds")}},
-        f"best validation accuracy {best['val_accuracy_ratio']:.3f} (test {best['test_accuracy_ratio']:.3f}) at step "
-        f"{result['best_step'] + 1}; median step {seconds_text(result['median_step_seconds'])}; results in {folder}",
+        f"{accuracy_text(result, read_plan(plan).graph)}; median step {seconds_text(result['median_step_seconds'])}; "
+        f"results in {folder}",
     )
 
 
@@ -331,7 +333,7 @@ def recalibrate_command(
 ) -> None:
     """Move costs to where measured traces put them, and say which moved by how much.
 
-    Example: graphpilot recalibrate calibration.json run/measured.json --out new.json
+    Example: graphpilot recalibrate calibration.json measured.json --out new.json
     """
     from executor.environment import environment_differences
 

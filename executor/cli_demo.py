@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.text import Text
 
-from executor.cli_output import Output, percent_text, seconds_text
+from executor.cli_output import Output, accuracy_text, percent_text, seconds_text
 from executor.encodings import cache_folder
 from executor.environment import local_cluster
 from executor.measure.session import Session, effort_of, expected_seconds, run_session
@@ -116,7 +116,7 @@ def run_demo(folder: Path, output: Output) -> dict[str, Any]:
     calibration = _calibrate(story, cluster)
     file = _plan(story, run, cluster, spec, graph, calibration)
     predicted = _simulate(story, file, calibration, "predicted.json", "Predict a step of the plan, task by task")
-    best = _train(story)
+    best = _train(story, spec)
     comparison = _compare(story, predicted)
     updated = _recalibrate(story, cluster, calibration)
     again = _simulate(story, file, updated, "predicted-again.json", "Predict the same step with the corrected costs")
@@ -228,19 +228,18 @@ def _simulate(story: Story, file: PlanFile, calibration: Calibration, name: str,
     return trace
 
 
-def _train(story: Story) -> dict[str, Any]:
+def _train(story: Story, graph: GraphSpec) -> dict[str, Any]:
     story.step("Train as the plan says", "train @plan.json")
     run_plan(
         PlanRun(plan_path=story.path("plan.json"), out=story.path(""), quiet=story.output.quiet or story.output.as_json)
     )
     result = json.loads(story.path("result.json").read_text())
-    first, best = result["evaluations"][0], result["best"]
+    first = result["evaluations"][0]
     story.say(
-        f"loss {result['losses'][0]:.2f} to {result['losses'][-1]:.2f}; validation accuracy "
-        f"{first['val_accuracy_ratio']:.1%} after step {first['step'] + 1}, {best['val_accuracy_ratio']:.1%} at best "
-        f"(test {best['test_accuracy_ratio']:.1%})"
+        f"loss {result['losses'][0]:.2f} to {result['losses'][-1]:.2f}",
+        f"{accuracy_text(result, graph)}; {first['val_accuracy_ratio']:.3f} at step {first['step'] + 1}",
     )
-    return {"best_step": result["best_step"], "best": best}
+    return {"best_step": result["best_step"], "best": result["best"]}
 
 
 def _compare(story: Story, predicted: Trace) -> Comparison:

@@ -50,7 +50,7 @@ def _sentence(error: BaseException) -> str:
     if isinstance(error, OWN_ERRORS):
         return str(error)
     if isinstance(error, OSError):
-        return f"{error.filename or 'a file'}: {error.strerror or error}"
+        return f"{error.filename or 'standard output'}: {error.strerror or error}"
     return f"our own fault: {type(error).__name__}: {error}; add --debug for the traceback"
 
 

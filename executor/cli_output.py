@@ -11,12 +11,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from planner.explain import description
+from planner.explain import PER_EPOCH, description
 from simulator.calibrate import Correction
 from simulator.compare import Comparison, Residual, as_json, diagnosis
 from simulator.readers.inspect import GraphStatistics
 from simulator.specs.decision import PlanFile
-from simulator.specs.graph import DEGREE_QUANTILES
+from simulator.specs.graph import DEGREE_QUANTILES, GraphSpec
 from simulator.specs.plan import PartitionSpec
 from simulator.specs.units import Dimension, format_quantity
 
@@ -72,11 +72,11 @@ def statistics_tables(statistics: GraphStatistics, cuts: Sequence[PartitionSpec]
     """Return a graph in numbers, and its cuts."""
     facts = Table(box=None, show_header=False, pad_edge=False)
     homophily = statistics.edge_homophily_ratio
-    ratios = " / ".join(f"{100 * ratio:g}" for ratio in DEGREE_QUANTILES)
+    ratios = "/".join(f"{100 * ratio:g}" for ratio in DEGREE_QUANTILES)
     rows = {
         "nodes": f"{statistics.num_nodes:,}",
         "edges": f"{statistics.num_edges:,}",
-        f"incoming edges at {ratios} %": " / ".join(f"{degree:g}" for degree in statistics.in_degree_quantiles),
+        f"incoming edges at {ratios} %": "/".join(f"{degree:g}" for degree in statistics.in_degree_quantiles),
         "most incoming edges over their mean": f"{statistics.max_over_mean_in_degree:.1f}",
         "edges into the top 1 % of nodes": f"{100 * statistics.hub_edges_ratio:.1f} %",
         "isolated nodes": f"{statistics.num_isolated_nodes:,}",
@@ -164,13 +164,26 @@ def _memory_table(ranks: Sequence[Sequence[tuple[str, int]]]) -> Table:
 
 def _ranking_table(file: PlanFile) -> Table:
     """Return the runners-up, each with the reason why it lost below its name."""
-    table = _table("runner-up", "step", "epoch", "memory")
+    table = _table("runner-up and why it lost (mean rank, epoch)", "step", "epoch", "memory")
     for row in file.ranking:
-        name = Group(row.description, Padding(Text(row.reason, style="dim"), (0, 0, 0, 2)))
+        name = Group(row.description, Padding(Text(row.reason.removesuffix(PER_EPOCH), style="dim"), (0, 0, 0, 2)))
         table.add_row(
             name, seconds_text(row.p50_step_seconds), seconds_text(row.epoch_seconds), _bytes(row.peak_memory_bytes)
         )
     return table
+
+
+def accuracy_text(result: dict[str, Any], graph: GraphSpec) -> str:
+    """Return how well a run's model does.
+
+    Args:
+        result: content of `result.json`.
+    """
+    best, step = result["best"], result["best_step"] + 1
+    if graph.num_val_nodes == 0:
+        return f"loss {result['losses'][-1]:.4f} after step {len(result['losses'])}, no nodes to validate on"
+    test = f" (test {best['test_accuracy_ratio']:.3f})" if graph.num_test_nodes else ""
+    return f"best validation accuracy {best['val_accuracy_ratio']:.3f}{test} at step {step}"
 
 
 def comparison_tables(comparison: Comparison) -> list[Table | str]:

@@ -25,7 +25,7 @@ class CountProgress:
         if self._console.is_terminal and not quiet:
             self._bar = Progress(
                 TextColumn(title),
-                BarColumn(),
+                BarColumn(bar_width=16),
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[status]}", markup=False),
                 TimeRemainingColumn(),
@@ -37,6 +37,7 @@ class CountProgress:
     def __enter__(self) -> "CountProgress":
         if self._bar is not None:
             self._bar.start()
+            self._console.show_cursor()  # it was hidden, and a rank that is ended from outside could not bring it back
         return self
 
     def __exit__(

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from simulator.readers.partitions import read_partition
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # not in __all__
 
@@ -27,6 +26,7 @@ from executor.train import Evaluation, Inputs, StepClock, Trainer, require_finit
 from simulator.constraints import violations
 from simulator.errors import PlanError
 from simulator.readers.graphs import open_graph
+from simulator.readers.partitions import read_partition
 from simulator.specs.cluster import DeviceKind
 from simulator.specs.decision import PlanFile
 from simulator.specs.files import read_plan, remove_unfinished, write_atomic, write_text_atomic, write_trace
@@ -87,6 +87,9 @@ def run_plans(runs: Sequence[PlanRun]) -> None:
     for _, file in plans:
         if found := violations(file.plan, file.graph, file.model, file.cluster):
             raise PlanError("; ".join(found))
+        if file.graph.num_train_nodes == 0:
+            path = file.graph.source.path
+            raise PlanError(f"{path}: train_mask must hold a node to train on, got none; save y and train_mask too")
     for run in runs:
         run.out.mkdir(parents=True, exist_ok=True)
     most_ranks = max(file.plan.num_ranks for _, file in plans)
@@ -173,6 +176,7 @@ def train_loop(trainer: Trainer, store: Store, progress: CountProgress) -> tuple
     losses: list[Tensor] = []
     evaluations: list[tuple[int, Evaluation]] = []
     best_weights: dict[str, Tensor] = {}
+    best: Evaluation | None = None
     best_step, data_seconds = 0, 0.0
     tracer = StepTracer(trainer.recorder, place)
     with progress:
@@ -192,8 +196,8 @@ def train_loop(trainer: Trainer, store: Store, progress: CountProgress) -> tuple
                     require_finite(float(loss), earlier)
                 evaluation = trainer.evaluate()
                 evaluations.append((step, evaluation))
-                if not best_weights or evaluation.val_accuracy_ratio > best_of(evaluations[:-1]).val_accuracy_ratio:
-                    best_step = step
+                if is_better(evaluation, best, has_val_nodes=trainer.graph.num_val_nodes > 0):
+                    best, best_step = evaluation, step
                     best_weights = {name: value.cpu().clone() for name, value in trainer.model.state_dict().items()}
                 accuracy = f"validation accuracy {evaluation.val_accuracy_ratio:.3f}"
                 progress.show(step + 1, f"loss {float(losses[-1]):.4f}, {accuracy}")
@@ -222,9 +226,12 @@ def train_loop(trainer: Trainer, store: Store, progress: CountProgress) -> tuple
     return result, best_weights
 
 
-def best_of(evaluations: Sequence[tuple[int, Evaluation]]) -> Evaluation:
-    """Return the evaluation with the best validation accuracy, the first of equals."""
-    return max((evaluation for _, evaluation in evaluations), key=lambda found: found.val_accuracy_ratio)
+def is_better(evaluation: Evaluation, best: Evaluation | None, *, has_val_nodes: bool) -> bool:
+    """Return whether an evaluation's weights are to be kept instead of the best ones so far.
+
+    The first of equals is kept; without nodes to validate on, the last.
+    """
+    return best is None or not has_val_nodes or evaluation.val_accuracy_ratio > best.val_accuracy_ratio
 
 
 def warmup_steps_of(num_steps: int) -> int:

@@ -7,6 +7,9 @@ from simulator.specs.plan import Exchange, Plan, Recompute
 from simulator.specs.trace import Trace
 from simulator.specs.units import Dimension, format_quantity
 
+# How most reasons end; a table of many may say it once.
+PER_EPOCH = " on the mean rank in an epoch"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakdown:
@@ -52,4 +55,4 @@ def reason_lost(best: Breakdown, other: Breakdown) -> str:
     activity, seconds = max(more.items(), key=lambda item: item[1])
     if seconds <= 0:
         return "no slower on the mean rank, but its slowest rank is"
-    return f"{format_quantity(seconds, Dimension.SECONDS)} more {activity} on the mean rank in an epoch"
+    return f"{format_quantity(seconds, Dimension.SECONDS)} more {activity}{PER_EPOCH}"

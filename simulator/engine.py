@@ -25,7 +25,6 @@ def run_program(
     compute_cost: Callable[[int, Task], TaskCost],
     collective_cost: Callable[[tuple[Task, ...]], CollectiveCost],
     port_capacities: Mapping[Port, float],
-    step_overhead_seconds: float = 0.0,
 ) -> tuple[Span, ...]:
     """Return what each rank does in one step, sorted by rank, start and order of issue.
 
@@ -38,7 +37,6 @@ def run_program(
         compute_cost: price of a task on a rank.
         collective_cost: price of a collective, from the tasks of its group's members in the group's order.
         port_capacities: bytes per second of every port that a flow names.
-        step_overhead_seconds: for which each host thread is busy before its first task.
 
     Raises:
         PlanError: if a collective waits for a rank that never comes.
@@ -52,7 +50,7 @@ def run_program(
             compute_cost(rank, task) if meeting is None else meeting.cost
             for task, meeting in zip(tasks, meeting_of_task, strict=True)
         ]
-        ranks.append(_Rank(rank, tasks, costs, meeting_of_task, step_overhead_seconds))
+        ranks.append(_Rank(rank, tasks, costs, meeting_of_task))
     env = simpy.Environment()
     network = Network(env, port_capacities)
     _advance(ranks, ranks, env, network)
@@ -98,16 +96,14 @@ class _Rank:
         tasks: tuple[Task, ...],
         costs: Sequence[TaskCost | CollectiveCost],
         meetings: Sequence[_Meeting | None],
-        step_overhead_seconds: float,
     ) -> None:
-        assert 0 <= step_overhead_seconds < inf, step_overhead_seconds
         self.rank = rank
         self._tasks, self._costs, self._meetings = tasks, costs, meetings
         self._issue_seconds = [inf] * len(tasks)
         self._start_seconds = [inf] * len(tasks)
         self._end_seconds = [inf] * len(tasks)
         self._num_issued = 0
-        self._host_free_seconds = step_overhead_seconds
+        self._host_free_seconds = 0.0
         self._host_waits_for: int | None = None
         self._stream_free_seconds = dict.fromkeys(Stream, 0.0)
         self._queues: dict[Stream, deque[int]] = {stream: deque() for stream in Stream}

@@ -151,14 +151,12 @@ def _run(costs: Pricing, plan: Plan, program: Program, draws: _Medians | _Draws)
     computes = costs.of(min(plan.num_ranks, cluster.devices_per_host))
 
     chain = _STEPS_IN_A_CHAIN if cluster.device.kind is DeviceKind.CUDA else 1
-    overhead_seconds = costs.calibration.step_overhead_seconds
-    # The engine has the overhead before the first step; the other steps of a chain have it before their first task.
-    first_of_later_steps = {f"{tasks[0].name}#{step}" for tasks in program.tasks for step in range(1, chain)}
+    overhead_seconds = costs.calibration.task_overhead_seconds
 
     def compute_cost(_: int, task: Task) -> TaskCost:
         cost = computes.price(task)
         return TaskCost(
-            host_seconds=cost.host_seconds + overhead_seconds * (task.name in first_of_later_steps),
+            host_seconds=cost.host_seconds + overhead_seconds,
             device_seconds=cost.device_seconds * draws.factor(task, computes.log_spread(task)),
         )
 
@@ -166,14 +164,17 @@ def _run(costs: Pricing, plan: Plan, program: Program, draws: _Medians | _Draws)
         cost = costs.collectives.price(tasks)
         factor = draws.factor(tasks[0], costs.collectives.log_spread(tasks[0]))
         flows = tuple(replace(flow, num_bytes=flow.num_bytes * factor) for flow in cost.flows)
-        return replace(cost, latency_seconds=cost.latency_seconds * factor, flows=flows)
+        return CollectiveCost(
+            host_seconds=cost.host_seconds + overhead_seconds,
+            latency_seconds=cost.latency_seconds * factor,
+            flows=flows,
+        )
 
     spans = run_program(
         _chained(program, chain),
         compute_cost=compute_cost,
         collective_cost=collective_cost,
         port_capacities=port_capacities(cluster),
-        step_overhead_seconds=overhead_seconds,
     )
     return _last_step(spans, program, chain)
 

@@ -115,7 +115,7 @@ def made_calibration(
     busy_devices: int = 1,
     spread: float = 1.1,
     host_seconds: float = 0.0,
-    step_overhead_seconds: float = 0.0,
+    task_overhead_seconds: float = 0.0,
 ) -> Calibration:
     """Return samples of every kind from laws.
 
@@ -159,7 +159,7 @@ def made_calibration(
             for count in num_ranks
             for num_bytes in _SIZES
         ),
-        step_overhead_seconds=step_overhead_seconds,
+        task_overhead_seconds=task_overhead_seconds,
     )
 
 

@@ -416,7 +416,7 @@ calibrations = st.builds(
     environment=pairs,
     computes=st.lists(compute_samples, max_size=3).map(tuple),
     collectives=st.lists(collective_samples, max_size=3).map(tuple),
-    step_overhead_seconds=seconds,
+    task_overhead_seconds=seconds,
 )
 
 

@@ -82,10 +82,12 @@ def _work(session: Session, store: Store, rank: int) -> None:
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     computes: list[ComputeSample] = []
     collectives: list[CollectiveSample] = []
+    overhead_seconds = 0.0
     if rank == 0:
         alone = PrefixStore("alone", store)
         with joined_mesh(kind, alone, rank=0, local_rank=local_rank) as place, _progress(session, 1, rank) as progress:
             computes.extend(_compute_samples(session, place, progress, busy_devices=1))
+            overhead_seconds = task_overhead_seconds(place)
     meet(store, "alone", 1, arrive=rank == 0)
     if num_ranks > 1:
         together = PrefixStore("together", store)
@@ -101,6 +103,7 @@ def _work(session: Session, store: Store, rank: int) -> None:
             environment=environment(kind),
             computes=tuple(computes),
             collectives=tuple(collectives),
+            task_overhead_seconds=overhead_seconds,
         )
         write_calibration(session.out, calibration)
     meet(store, "written", 1, arrive=rank == 0)

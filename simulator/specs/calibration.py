@@ -70,14 +70,14 @@ class Calibration:
     Attributes:
         device_name: must equal the cluster's.
         environment: what must be the same for the numbers to hold: versions, backend, threads; and the date.
-        step_overhead_seconds: of a step's host work outside every task, and its spread is not modelled.
+        task_overhead_seconds: of the host's work between two tasks of a step.
     """
 
     device_name: str
     environment: tuple[tuple[str, str], ...]
     computes: tuple[ComputeSample, ...]
     collectives: tuple[CollectiveSample, ...]
-    step_overhead_seconds: float = 0.0
+    task_overhead_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        require_at_least(0, step_overhead_seconds=self.step_overhead_seconds)
+        require_at_least(0, task_overhead_seconds=self.task_overhead_seconds)

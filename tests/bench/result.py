@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from simulator.errors import SpecError
 from simulator.specs.files import write_text_atomic
 
 
@@ -48,12 +50,23 @@ def write_figures(path: Path, figures: Sequence[Figure], environment: dict[str, 
 
 
 def read_figures(path: Path) -> list[Figure]:
-    """Return the figures that `write_figures` wrote."""
-    rows = json.loads(path.read_text())["figures"]
-    return [
-        Figure(name=row["name"], value=row["value"], unit=row["unit"], bar=row["bar"], better=Better(row["better"]))
-        for row in rows
-    ]
+    """Return the figures that `write_figures` wrote.
+
+    Raises:
+        SpecError: if the file is another one, or its verdicts are not those of its numbers.
+    """
+    try:
+        return [_figure(**row) for row in json.loads(path.read_text())["figures"]]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        message = f"{path}: must hold figures as write_figures writes them, got {error!r}; measure again"
+        raise SpecError(message) from error
+
+
+def _figure(*, holds: bool, better: str, **fields: Any) -> Figure:
+    figure = Figure(better=Better(better), **fields)
+    if figure.holds is not holds:
+        raise ValueError(f"holds = {holds} for {figure}")
+    return figure
 
 
 def print_figures(figures: Sequence[Figure], *, title: str = "") -> None:

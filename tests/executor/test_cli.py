@@ -10,6 +10,7 @@ import pytest
 from typer.main import get_command
 
 from executor.cli import app
+from executor.cli_output import accuracy_text
 from executor.environment import environment, local_cluster
 from simulator.specs.cluster import DeviceKind
 from simulator.specs.files import cluster_toml, read_calibration, read_plan, read_trace
@@ -22,6 +23,7 @@ from tests.executor.commands import (
     write_made_calibration,
     write_run,
 )
+from tests.executor.made_graphs import spec_of, two_node_graph
 
 COMMANDS = sorted(get_command(app).commands)  # type: ignore[attr-defined]
 
@@ -67,7 +69,7 @@ def test_the_version_is_the_package_s(command):
 def test_every_command_has_help_with_an_example_that_fits_a_line(command, name):
     done = command(name, "--help")
     assert done.status == 0
-    assert re.search(rf"^ Example: graphpilot {name} ?[^\n]{{0,60}}$", done.out, re.MULTILINE), done.out
+    assert re.search(rf"^ Example: graphpilot {name}\b.*\n +\n", done.out, re.MULTILINE), done.out
     assert "--json" in done.out
     assert "--quiet" in done.out
     assert all(len(line) <= 80 for line in done.out.splitlines())
@@ -136,6 +138,20 @@ def test_errors_of_a_prediction_are_told_a_row_a_kind_and_phase(command, planned
     assert attention[3] == attention[4]
     assert attention[5:7] == ["+0.0", "%"]
     assert all(len(line) <= 80 for line in done.out.splitlines() if "%." not in line)
+
+
+@pytest.mark.parametrize(
+    ("val", "test", "words"),
+    [
+        (3, 4, "best validation accuracy 0.250 (test 0.750) at step 2"),
+        (3, 0, "best validation accuracy 0.250 at step 2"),
+        (0, 4, "loss 0.5000 after step 2, no nodes to validate on"),
+    ],
+)
+def test_a_run_is_told_by_the_nodes_that_it_was_judged_on(val, test, words):
+    best = {"val_accuracy_ratio": 0.25, "test_accuracy_ratio": 0.75}
+    graph = replace(spec_of(two_node_graph()), num_val_nodes=val, num_test_nodes=test)
+    assert accuracy_text({"best": best, "best_step": 1, "losses": [0.7, 0.5]}, graph) == words
 
 
 def test_a_file_in_a_path_with_brackets_is_named_as_it_is(command, planned):
@@ -243,6 +259,18 @@ def test_a_file_that_was_cut_short_or_edited_is_refused(command, planned, name):
     path.write_text(whole.replace("made" if name == "calibration.json" else "16", "17", 1))
     assert "was changed after it was written" in refusal(command(*arguments), 2)
     assert not (planned / "predicted.json").exists()
+
+
+def test_a_graph_without_nodes_to_train_on_is_planned_with_a_note_and_not_trained(command, tmp_path):
+    path = write_graph(tmp_path, spoilt(GOOD, y=None, train_mask=None, val_mask=None, test_mask=None))
+    write_run(tmp_path)
+    write_made_calibration(tmp_path)
+    done = command("plan", "run.toml", "--calibration", "calibration.json")
+    assert done.status == 0
+    assert f"{path} has no nodes to train on" in done.err
+    sentence = refusal(command("train", "plan.json", "--out", "run"), 2)
+    assert sentence == f"{path}: train_mask must hold a node to train on, got none; save y and train_mask too"
+    assert not (tmp_path / "run").exists()
 
 
 # --- Bad input: descriptions.

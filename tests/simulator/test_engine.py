@@ -32,7 +32,6 @@ class Priced:
     computes: Mapping[tuple[int, str], TaskCost]
     collectives: Mapping[str, CollectiveCost]
     capacities: Mapping[Port, float]
-    step_overhead_seconds: float = 0.0
 
     def run(self) -> tuple[Span, ...]:
         return run_program(
@@ -40,7 +39,6 @@ class Priced:
             compute_cost=lambda rank, task: self.computes[rank, task.name],
             collective_cost=lambda tasks: self.collectives[tasks[0].name],
             port_capacities=self.capacities,
-            step_overhead_seconds=self.step_overhead_seconds,
         )
 
     def cost(self, rank: int, task: Task) -> TaskCost | CollectiveCost:
@@ -96,11 +94,6 @@ def test_a_chain_bound_by_its_device_takes_as_long_as_the_device_after_the_first
     tasks = [compute(name) for name in "abc"]
     spans = priced(tasks, costs=dict.fromkeys("abc", (1.0, 4.0))).run()
     assert times(spans) == [(0, "a", 1.0, 5.0), (0, "b", 5.0, 9.0), (0, "c", 9.0, 13.0)]
-
-
-def test_the_overhead_of_a_step_delays_its_first_task():
-    spans = priced([compute("a")], costs={"a": (1.0, 4.0)}, step_overhead_seconds=10.0).run()
-    assert times(spans) == [(0, "a", 11.0, 15.0)]
 
 
 def test_the_host_waits_for_a_task_that_blocks_it():
@@ -357,7 +350,6 @@ def priced_programs(draw, max_ranks=4, max_tasks=24, share_ports=True) -> Priced
         computes=computes,
         collectives=collectives,
         capacities={("port", index): draw(st.sampled_from([1.0, 3.0])) for index in range(3)},
-        step_overhead_seconds=draw(seconds),
     )
 
 
@@ -372,7 +364,6 @@ def played_by_processes(case: Priced) -> dict[tuple[int, str], tuple[float, floa
     begins: dict[str, float] = {}
 
     def host(rank, queues):
-        yield env.timeout(case.step_overhead_seconds)
         for task in case.program.tasks[rank]:
             yield env.timeout(case.cost(rank, task).host_seconds)
             queues[task.stream].put(task)
@@ -419,7 +410,7 @@ def longest_paths(case: Priced) -> dict[tuple[int, str], float]:
 
     @cache
     def issue(rank: int, index: int) -> float:
-        before = case.step_overhead_seconds if index == 0 else issue(rank, index - 1)
+        before = 0.0 if index == 0 else issue(rank, index - 1)
         if index > 0 and everything[rank][index - 1].blocks_host:
             before = max(before, end(rank, index - 1))
         return before + case.cost(rank, everything[rank][index]).host_seconds
@@ -478,7 +469,7 @@ def test_a_step_takes_no_less_than_its_busiest_stream_and_its_hosts(case):
     spans = case.run()
     for rank, tasks in enumerate(case.program.tasks):
         host_seconds = sum(case.cost(rank, task).host_seconds for task in tasks)
-        assert not tasks or step_seconds(spans) >= (case.step_overhead_seconds + host_seconds) * (1 - 1e-9)
+        assert not tasks or step_seconds(spans) >= host_seconds * (1 - 1e-9)
         for stream in Stream:
             busy = sum(span.duration_seconds for span in spans if (span.rank, span.stream) == (rank, stream))
             assert step_seconds(spans) >= busy * (1 - 1e-9)
@@ -544,8 +535,7 @@ def test_costs_times_c_make_a_step_times_c(case, c):
         )
         for name, cost in case.collectives.items()
     }
-    overhead_seconds = c * case.step_overhead_seconds
-    scaled = replace(case, computes=computes, collectives=collectives, step_overhead_seconds=overhead_seconds)
+    scaled = replace(case, computes=computes, collectives=collectives)
     assert step_seconds(scaled.run()) == pytest.approx(c * step_seconds(case.run()), rel=1e-9)
 
 

@@ -66,7 +66,7 @@ def constant_calibration(
         compute_seconds=lambda *_: device_seconds,
         collective_seconds=lambda *_: collective_seconds,
         host_seconds=host_seconds,
-        step_overhead_seconds=overhead_seconds,
+        task_overhead_seconds=overhead_seconds,
         spread=1.0,
     )
 
@@ -83,9 +83,9 @@ def counts_of(plan: Plan) -> tuple[int, int]:
 
 def test_on_a_cpu_a_step_takes_the_sum_of_its_tasks():
     computes, collectives = counts_of(TWO)
-    calibration = constant_calibration(device_seconds=1e-3, collective_seconds=7e-3, overhead_seconds=0.1)
+    calibration = constant_calibration(device_seconds=1e-3, collective_seconds=7e-3, overhead_seconds=1e-4)
     trace = trace_of(TWO, calibration=calibration)
-    assert trace.median_step_seconds == pytest.approx(0.1 + computes * 1e-3 + collectives * 7e-3)
+    assert trace.median_step_seconds == pytest.approx(computes * 1.1e-3 + collectives * 7.1e-3)
     assert len(trace.spans) == 2 * (computes + collectives)
     assert (trace.origin, trace.num_ranks) == (TraceOrigin.SIMULATED, 2)
     assert trace.traced_step_seconds == trace.step_seconds
@@ -93,24 +93,24 @@ def test_on_a_cpu_a_step_takes_the_sum_of_its_tasks():
 
 
 @pytest.mark.parametrize(
-    ("device_seconds", "host_seconds", "overhead_seconds", "seconds_beside"),
+    ("device_seconds", "host_seconds", "overhead_seconds"),
     [
         # Device-bound: the host runs ahead, into the next step too, and what it does beside is hidden.
-        (1e-3, 1e-4, 0.0, 0.0),
-        (1e-3, 1e-4, 2e-3, 0.0),
+        (1e-3, 1e-4, 0.0),
+        (1e-3, 1e-4, 2e-4),
         # Host-bound: the device waits for each launch, and the next step begins when the host gets there.
-        (1e-4, 1e-3, 0.0, 0.0),
-        (1e-4, 1e-3, 5e-3, 5e-3),
+        (1e-4, 1e-3, 0.0),
+        (1e-4, 7e-4, 3e-4),
     ],
 )
-def test_on_a_gpu_a_step_takes_the_period_of_a_long_run(device_seconds, host_seconds, overhead_seconds, seconds_beside):
+def test_on_a_gpu_a_step_takes_the_period_of_a_long_run(device_seconds, host_seconds, overhead_seconds):
     computes, _ = counts_of(ALONE)
     calibration = constant_calibration(
         device_seconds=device_seconds, host_seconds=host_seconds, overhead_seconds=overhead_seconds
     )
     trace = trace_of(ALONE, cluster=GPU, calibration=calibration)
     # The slower of device and host takes a millisecond for each task.
-    assert trace.median_step_seconds == pytest.approx(computes * 1e-3 + seconds_beside)
+    assert trace.median_step_seconds == pytest.approx(computes * 1e-3)
     # The spans are those of one step.
     assert len(trace.spans) == computes
     assert min(span.start_seconds for span in trace.spans) == 0

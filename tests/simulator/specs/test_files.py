@@ -319,7 +319,7 @@ def test_a_calibration_changed_by_hand_is_refused(tmp_path, calibration):
     path = tmp_path / "calibration.json"
     write_calibration(path, calibration)
     document = json.loads(path.read_text())
-    document["content"]["step_overhead_seconds"] += 1
+    document["content"]["task_overhead_seconds"] += 1
     path.write_text(json.dumps(document))
     with pytest.raises(SpecError, match="was changed after it was written; write it again with graphpilot calibrate"):
         read_calibration(path)
