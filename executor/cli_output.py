@@ -85,7 +85,7 @@ def statistics_tables(statistics: GraphStatistics, cuts: Sequence[PartitionSpec]
         "components": f"{statistics.num_components:,} (largest {statistics.largest_component_nodes:,} nodes)",
         "symmetric": "yes" if statistics.is_symmetric else "no",
         "edge homophily": "-" if homophily is None else f"{homophily:.2f}",
-        "features": f"{statistics.num_features:,} ({100 * statistics.feature_density_ratio:.2g} % not zero)",
+        "features": f"{statistics.num_features:,} ({100 * statistics.feature_density_ratio:.3g} % not zero)",
     }
     for name, value in rows.items():
         facts.add_row(name, value)

@@ -14,6 +14,7 @@ from executor.measure.cases import build_case
 from executor.measure.collectives import measure_collectives
 from executor.measure.computes import compute_samples, measure_case
 from executor.measure.effort import FULL_CPU, FULL_CUDA, QUICK_CPU, QUICK_CUDA, Effort, case_shapes
+from executor.measure.overhead import task_overhead_seconds
 from executor.mesh import Place, joined_mesh
 from executor.progress import CountProgress
 from simulator.specs.calibration import Calibration, CollectiveSample, ComputeSample
