@@ -3,15 +3,17 @@
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
+
+import numpy as np
 
 from simulator.collectives import CollectiveCosts
 from simulator.costs import ComputeCosts
 from simulator.errors import CalibrationError
 from simulator.specs.calibration import Calibration, CollectiveSample, ComputeSample
-from simulator.specs.cluster import ClusterSpec
+from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.program import Phase, Stream, Task, TaskKind
 from simulator.specs.trace import Span, Trace
 from simulator.specs.units import Dtype
@@ -19,6 +21,10 @@ from simulator.specs.units import Dtype
 # A correction is the median over spans of log(measured / predicted), so up to half of them may be outliers; it needs
 # at least this many spans.
 _MIN_SPANS = 3
+# Distances in log shape, where a factor of e in one count is a distance of one: shapes nearer than the first count
+# alike, and a trace of a shape twice as far as the second says little.
+_NEAR_DISTANCE = 0.3
+_DOUBT_DISTANCE = 1.5
 # Durations below the resolution of the clocks say nothing.
 _SHORTEST_SECONDS = 1e-7
 
@@ -39,7 +45,7 @@ class Correction:
     """How much a cost moved.
 
     Attributes:
-        label: kind, phase and number format, or kind and number of ranks of a collective.
+        label: kind, phase, number format and busy devices, or kind and number of ranks of a collective.
         num_spans: that it was learned from.
         factor: new cost over old, the median over the spans.
     """
@@ -54,8 +60,9 @@ def recalibrate(
 ) -> tuple[Calibration, tuple[Correction, ...]]:
     """Return a calibration whose costs agree with measured traces, and what moved, the most first.
 
-    Each kind's samples are scaled by the median ratio of measured to predicted, then the medians of the measured
-    shapes are added (in place of samples of the same shape). Samples keep the origin that they had, with the factor.
+    The medians of the measured shapes become samples, in place of those of the same shape. The other samples of a kind
+    move as the traces say of shapes like theirs (`_local_factor`); those of collectives by the median ratio of measured
+    to predicted. Samples keep the origin that they had, with the factor.
 
     Args:
         cluster: on which the runs were made.
@@ -80,7 +87,9 @@ def _recalibrated_computes(
     spans: dict[_ComputeKey, dict[tuple[int, ...], list[Span]]] = defaultdict(lambda: defaultdict(list))
     names: dict[tuple[_ComputeKey, tuple[int, ...]], str] = {}
     for run in runs:
-        busy = min(run.trace.num_ranks, cluster.devices_per_host)
+        # GPUs share nothing that compute tasks need, so every run says the same of them.
+        is_shared = cluster.device.kind is DeviceKind.CPU
+        busy = min(run.trace.num_ranks, cluster.devices_per_host) if is_shared else 1
         for span in run.trace.spans:
             if not span.kind.is_collective and span.busy_seconds > _SHORTEST_SECONDS:
                 phase: Phase = Phase.FORWARD if span.phase is Phase.RECOMPUTE else span.phase
@@ -90,34 +99,64 @@ def _recalibrated_computes(
     samples = list(calibration.computes)
     corrections = []
     for key, by_shape in sorted(spans.items()):
-        kind, phase, dtype, busy = key
-        costs = ComputeCosts(calibration, busy_devices=busy)
-        ratios = [
-            span.busy_seconds / costs.price(_task(kind, phase, dtype, shape)).device_seconds
-            for shape, found in by_shape.items()
-            for span in found
-        ]
-        if len(ratios) < _MIN_SPANS:
+        num_spans = sum(map(len, by_shape.values()))
+        if num_spans < _MIN_SPANS:
             continue
-        factor = statistics.median(ratios)
-        corrections.append(Correction(label=f"{kind} {phase} {dtype}", num_spans=len(ratios), factor=factor))
+        ratios = _ratios(calibration, key, by_shape)
+        factor = statistics.median(ratio for ratio, found in zip(ratios, by_shape.values(), strict=True) for _ in found)
+        kind, phase, dtype, busy = key
+        label = f"{kind} {phase} {dtype}" + (f", {busy} devices busy" if busy > 1 else "")
+        corrections.append(Correction(label=label, num_spans=num_spans, factor=factor))
         group = _nearest_group(samples, key)
         host_seconds = statistics.median(sample.host_seconds for sample in group)
         measured = [
             _sample_of_spans(key, shape, found, host_seconds, names[key, shape]) for shape, found in by_shape.items()
         ]
         scaled = [
-            _scaled(replace(sample, busy_devices=busy), factor) for sample in group if sample.shape not in by_shape
+            _scaled(replace(sample, busy_devices=busy), _local_factor(sample.shape, list(by_shape), ratios, factor))
+            for sample in group
+            if sample.shape not in by_shape
         ]
-        replaced = {id(sample) for sample in group if sample.busy_devices == busy}
-        samples = [sample for sample in samples if id(sample) not in replaced] + scaled + measured
+        samples = [sample for sample in samples if _key_of(sample) != key] + scaled + measured
     return tuple(samples), corrections
+
+
+def _ratios(
+    calibration: Calibration, key: _ComputeKey, by_shape: Mapping[tuple[int, ...], Sequence[Span]]
+) -> list[float]:
+    """Return measured over predicted of each shape, the median over its spans."""
+    kind, phase, dtype, busy = key
+    costs = ComputeCosts(calibration, busy_devices=busy)
+    return [
+        statistics.median(span.busy_seconds for span in found)
+        / costs.price(_task(kind, phase, dtype, shape)).device_seconds
+        for shape, found in by_shape.items()
+    ]
+
+
+def _local_factor(
+    shape: tuple[int, ...], measured: Sequence[tuple[int, ...]], ratios: Sequence[float], overall: float
+) -> float:
+    """Return by how much a sample moves: what the traces say of shapes like its own, far from all of them `overall`.
+
+    The logarithm is the mean of those measured, weighted by inverse squared distance in log shape, with the overall
+    one as if it had been measured at the distance `_DOUBT_DISTANCE`.
+    """
+    here = np.log1p(np.array(shape, dtype=np.float64))
+    distances = np.linalg.norm(np.log1p(np.array(measured, dtype=np.float64)) - here, axis=1)
+    weights = 1 / (distances + _NEAR_DISTANCE) ** 2
+    doubt = 1 / _DOUBT_DISTANCE**2
+    return math.exp((float(weights @ np.log(ratios)) + doubt * math.log(overall)) / (float(weights.sum()) + doubt))
+
+
+def _key_of(sample: ComputeSample) -> _ComputeKey:
+    return sample.kind, sample.phase, sample.dtype, sample.busy_devices
 
 
 def _nearest_group(samples: Sequence[ComputeSample], key: _ComputeKey) -> list[ComputeSample]:
     """Return the samples of a kind under the number of busy devices that is nearest to the key's."""
-    kind, phase, dtype, busy = key
-    found = [sample for sample in samples if (sample.kind, sample.phase, sample.dtype) == (kind, phase, dtype)]
+    busy = key[3]
+    found = [sample for sample in samples if _key_of(sample)[:3] == key[:3]]
     nearest = min({sample.busy_devices for sample in found}, key=lambda count: (abs(math.log(count / busy)), count))
     return [sample for sample in found if sample.busy_devices == nearest]
 

@@ -58,12 +58,13 @@ def factors(corrections: tuple[Correction, ...]) -> dict[str, float]:
     return {correction.label: correction.factor for correction in corrections}
 
 
-def label(span: Span) -> str:
-    """Return the label under which the correction of a span is told."""
+def label(span: Span, num_ranks: int = 2) -> str:
+    """Return the label under which the correction of a span of a run on one host's devices is told."""
     if span.kind.is_collective:
         return f"{span.kind} on {len(span.group)} ranks"
     phase = Phase.FORWARD if span.phase is Phase.RECOMPUTE else span.phase
-    return f"{span.kind} {phase} {span.dtype}"
+    busy = ", 2 devices busy" if num_ranks == 2 else ""
+    return f"{span.kind} {phase} {span.dtype}{busy}"
 
 
 def drawn_factor(name: str) -> float:
