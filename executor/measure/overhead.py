@@ -1,6 +1,9 @@
-"""Times what the host does between two tasks: the executor's own Python, which no kernel's benchmark contains."""
+"""Times the host in a tiny model: between two tasks, and in each task, where its code is no longer in the caches."""
 
 import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -10,17 +13,34 @@ from executor.mesh import Place
 from executor.model import ForwardSettings, GraphTransformer
 from executor.record import Recorder
 from simulator.readers.graphs import Graph
+from simulator.specs.calibration import ComputeSample
 from simulator.specs.graph import DEGREE_QUANTILES, GraphFile, GraphSpec
 from simulator.specs.model import ModelSpec
 from simulator.specs.plan import Exchange, Recompute
+from simulator.specs.program import Phase, TaskKind
+from simulator.specs.units import Dtype
 
-_REPETITIONS = 15
+_REPETITIONS = 20
+_WARM_UPS = 5
 _NUM_NODES = 64
-_MODEL = ModelSpec(width=32, num_heads=4, num_layers=2, feed_forward_width=64)
+_MODEL = ModelSpec(width=32, num_heads=4, num_layers=2, feed_forward_width=64, dropout_ratio=0.1)
 
 
-def task_overhead_seconds(place: Place) -> float:
-    """Return the median over passes of the time outside tasks, a task; of a model so small that tasks are short."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostTimes:
+    """Seconds of the host thread in a model so small that nothing else takes time.
+
+    Attributes:
+        between_tasks_seconds: from the end of a task to the begin of the next, the median over passes of the mean.
+        task_seconds: of each kind and phase that the model has, the median.
+    """
+
+    between_tasks_seconds: float
+    task_seconds: dict[tuple[TaskKind, Phase], float]
+
+
+def host_times(place: Place) -> HostTimes:
+    """Return how long the host takes in and between the tasks of a tiny model."""
     spec, graph = _ring()
     recorder = Recorder()
     model = GraphTransformer(spec, _MODEL, recorder).to(place.device)
@@ -38,16 +58,45 @@ def task_overhead_seconds(place: Place) -> float:
         device=place.device,
     )
     layers = _MODEL.num_layers
-    settings = ForwardSettings(exchange=(Exchange.NONE,) * layers, recompute=(Recompute.NONE,) * layers)
+    settings = ForwardSettings(
+        exchange=(Exchange.NONE,) * layers, recompute=(Recompute.NONE,) * layers, dropout_seed="host"
+    )
     gaps = []
-    for _ in range(_REPETITIONS):
+    tasks: dict[tuple[TaskKind, Phase], list[float]] = defaultdict(list)
+    for repetition in range(_REPETITIONS):
         synchronize(place.device)
         recorder.start()
         model.loss(model(data, settings), data).backward()
         marks = recorder.stop()
+        if repetition < _WARM_UPS:
+            continue
         inside = sum(mark.end_seconds - mark.start_seconds for mark in marks)
         gaps.append((marks[-1].end_seconds - marks[0].start_seconds - inside) / len(marks))
-    return statistics.median(gaps)
+        for mark in marks:
+            tasks[mark.kind, mark.phase].append(mark.end_seconds - mark.start_seconds)
+    return HostTimes(
+        between_tasks_seconds=statistics.median(gaps),
+        task_seconds={key: statistics.median(found) for key, found in tasks.items()},
+    )
+
+
+def with_host_times(samples: Sequence[ComputeSample], times: HostTimes) -> list[ComputeSample]:
+    """Return samples whose launching times are those in a model.
+
+    A task that is launched again and again finds its code in the caches. All kinds are scaled by the median ratio over
+    those that the tiny model has, in fp32.
+    """
+    alone: dict[tuple[TaskKind, Phase], list[float]] = defaultdict(list)
+    for sample in samples:
+        if sample.dtype is Dtype.FLOAT32:
+            alone[sample.kind, sample.phase].append(sample.host_seconds)
+    ratios = [
+        seconds / statistics.median(alone[key])
+        for key, seconds in times.task_seconds.items()
+        if any(alone.get(key, ()))
+    ]
+    factor = statistics.median(ratios) if ratios else 1.0
+    return [replace(sample, host_seconds=sample.host_seconds * factor) for sample in samples]
 
 
 def _ring() -> tuple[GraphSpec, Graph]:

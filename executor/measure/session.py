@@ -14,7 +14,7 @@ from executor.measure.cases import build_case
 from executor.measure.collectives import measure_collectives
 from executor.measure.computes import compute_samples, measure_case
 from executor.measure.effort import FULL_CPU, FULL_CUDA, QUICK_CPU, QUICK_CUDA, Effort, case_shapes
-from executor.measure.overhead import task_overhead_seconds
+from executor.measure.overhead import host_times, with_host_times
 from executor.mesh import Place, joined_mesh
 from executor.progress import CountProgress
 from simulator.specs.calibration import Calibration, CollectiveSample, ComputeSample
@@ -88,7 +88,9 @@ def _work(session: Session, store: Store, rank: int) -> None:
         alone = PrefixStore("alone", store)
         with joined_mesh(kind, alone, rank=0, local_rank=local_rank) as place, _progress(session, 1, rank) as progress:
             computes.extend(_compute_samples(session, place, progress, busy_devices=1))
-            overhead_seconds = task_overhead_seconds(place)
+            times = host_times(place)
+            computes = with_host_times(computes, times)
+            overhead_seconds = times.between_tasks_seconds
     meet(store, "alone", 1, arrive=rank == 0)
     if num_ranks > 1:
         together = PrefixStore("together", store)
