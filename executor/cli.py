@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from executor.cli_errors import existing_calibration, require_writable, told_status
+from executor.cli_errors import existing_calibration, require_writable, told_status, trace_from
 from executor.cli_output import (
     Output,
     accuracy_text,
@@ -46,7 +46,6 @@ from simulator.specs.files import (
     read_calibration,
     read_plan,
     read_run,
-    read_trace,
     write_calibration,
     write_plan,
     write_text_atomic,
@@ -54,6 +53,7 @@ from simulator.specs.files import (
 )
 from simulator.specs.graph import GraphFile, GraphSource, GraphSpec
 from simulator.specs.toml import LOCAL
+from simulator.specs.trace import TraceOrigin
 from simulator.specs.units import Dtype
 
 app = typer.Typer(
@@ -315,7 +315,7 @@ def compare_command(
 
     Example: graphpilot compare predicted.json measured.json
     """
-    comparison = compare(read_trace(predicted), read_trace(measured))
+    comparison = compare(trace_from(predicted, TraceOrigin.SIMULATED), trace_from(measured, TraceOrigin.MEASURED))
     Output(json, quiet).result(comparison_json(comparison), *comparison_tables(comparison))
 
 
@@ -342,7 +342,7 @@ def recalibrate_command(
     if devices_per_host is not None:
         found = replace(found, devices_per_host=devices_per_host)
     known = existing_calibration(calibration)
-    runs = [MeasuredRun(name=str(path), trace=read_trace(path)) for path in measured]
+    runs = [MeasuredRun(name=str(path), trace=trace_from(path, TraceOrigin.MEASURED)) for path in measured]
     for run in runs:
         if (differences := environment_differences(known.environment, run.trace.environment)) and not force:
             raise CalibrationError(
@@ -375,9 +375,10 @@ def report(
     from executor.report.page import write_report
 
     require_writable(out)
-    trace = read_trace(measured) if measured else None
-    again = compare(read_trace(recalibrated), trace) if recalibrated and trace else None
-    write_report(out, plan_file=read_plan(plan), predicted=read_trace(predicted), measured=trace, recalibrated=again)
+    file, first = read_plan(plan), trace_from(predicted, TraceOrigin.SIMULATED)
+    trace = trace_from(measured, TraceOrigin.MEASURED) if measured else None
+    again = compare(trace_from(recalibrated, TraceOrigin.SIMULATED), trace) if recalibrated and trace else None
+    write_report(out, plan_file=file, predicted=first, measured=trace, recalibrated=again)
     Output(json, quiet).result({"out": str(out)}, f"report: {out.resolve()}")
 
 

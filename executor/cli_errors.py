@@ -10,7 +10,8 @@ import typer
 
 from simulator.errors import CalibrationError, NoFeasiblePlanError, PlanError, RunError, SpecError
 from simulator.specs.calibration import Calibration
-from simulator.specs.files import read_calibration
+from simulator.specs.files import read_calibration, read_trace
+from simulator.specs.trace import Trace, TraceOrigin
 
 OWN_ERRORS = (SpecError, PlanError, NoFeasiblePlanError, CalibrationError, RunError)
 FAULT_STATUS = 1
@@ -72,6 +73,20 @@ def require_writable(path: Path) -> None:
         raise SpecError(f"{path}: must lie in a folder, but {folder} is a file; write elsewhere")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise SpecError(f"{path}: must lie where files can be written, and {folder} allows none; write elsewhere")
+
+
+def trace_from(path: Path, origin: TraceOrigin) -> Trace:
+    """Return a trace that must be a prediction, or a measurement.
+
+    Raises:
+        SpecError: if it is the other one, or cannot be read.
+    """
+    trace = read_trace(path)
+    if trace.origin is not origin:
+        command = {TraceOrigin.SIMULATED: "simulate", TraceOrigin.MEASURED: "train"}[origin]
+        fix = f"give a file of graphpilot {command}"
+        raise SpecError(f"{path}: origin of the trace must be {origin}, got {trace.origin}; {fix}")
+    return trace
 
 
 def existing_calibration(path: Path) -> Calibration:

@@ -78,7 +78,8 @@ def find_plan(
 
     def cut(num_parts: int) -> PartitionSpec:
         if num_parts not in cuts:
-            on_progress(f"cutting the graph into {num_parts} parts")
+            if num_parts > 1:
+                on_progress(f"cutting the graph into {num_parts} parts")
             cuts[num_parts] = partition_graph(graph, num_parts, seed=search.seed, folder=folder)
         return cuts[num_parts]
 

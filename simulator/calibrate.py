@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-import numpy as np
-
 from simulator.collectives import CollectiveCosts
 from simulator.costs import ComputeCosts
 from simulator.errors import CalibrationError
@@ -21,10 +19,6 @@ from simulator.specs.units import Dtype
 # A correction is the median over spans of log(measured / predicted), so up to half of them may be outliers; it needs
 # at least this many spans.
 _MIN_SPANS = 3
-# Distances in log shape, where a factor of e in one count is a distance of one: shapes nearer than the first count
-# alike, and a trace of a shape twice as far as the second says little.
-_NEAR_DISTANCE = 0.3
-_DOUBT_DISTANCE = 1.5
 # Durations below the resolution of the clocks say nothing.
 _SHORTEST_SECONDS = 1e-7
 
@@ -60,9 +54,9 @@ def recalibrate(
 ) -> tuple[Calibration, tuple[Correction, ...]]:
     """Return a calibration whose costs agree with measured traces, and what moved, the most first.
 
-    The medians of the measured shapes become samples, in place of those of the same shape. The other samples of a kind
-    move as the traces say of shapes like theirs (`_local_factor`); those of collectives by the median ratio of measured
-    to predicted. Samples keep the origin that they had, with the factor.
+    The medians of the measured shapes become samples of their own, which `ComputeCosts` lets correct what the others
+    say; they take the place of older ones of the same shape. Samples of collectives are scaled by the median ratio of
+    measured to predicted and keep the origin that they had, with the factor.
 
     Args:
         cluster: on which the runs were made.
@@ -102,68 +96,38 @@ def _recalibrated_computes(
         num_spans = sum(map(len, by_shape.values()))
         if num_spans < _MIN_SPANS:
             continue
-        ratios = _ratios(calibration, key, by_shape)
-        factor = statistics.median(ratio for ratio, found in zip(ratios, by_shape.values(), strict=True) for _ in found)
         kind, phase, dtype, busy = key
         label = f"{kind} {phase} {dtype}" + (f", {busy} devices busy" if busy > 1 else "")
+        factor = statistics.median(_ratios(calibration, key, by_shape))
         corrections.append(Correction(label=label, num_spans=num_spans, factor=factor))
-        group = _nearest_group(samples, key)
-        host_seconds = statistics.median(sample.host_seconds for sample in group)
-        measured = [
-            _sample_of_spans(key, shape, found, host_seconds, names[key, shape]) for shape, found in by_shape.items()
+        measured = [_sample_of_spans(key, shape, found, names[key, shape]) for shape, found in by_shape.items()]
+        samples = [
+            sample
+            for sample in samples
+            if not (sample.is_from_trace and _key_of(sample) == key and sample.shape in by_shape)
         ]
-        scaled = [
-            _scaled(replace(sample, busy_devices=busy), _local_factor(sample.shape, list(by_shape), ratios, factor))
-            for sample in group
-            if sample.shape not in by_shape
-        ]
-        samples = [sample for sample in samples if _key_of(sample) != key] + scaled + measured
+        samples.extend(measured)
     return tuple(samples), corrections
 
 
 def _ratios(
     calibration: Calibration, key: _ComputeKey, by_shape: Mapping[tuple[int, ...], Sequence[Span]]
 ) -> list[float]:
-    """Return measured over predicted of each shape, the median over its spans."""
+    """Return measured over predicted of each span."""
     kind, phase, dtype, busy = key
     costs = ComputeCosts(calibration, busy_devices=busy)
     return [
-        statistics.median(span.busy_seconds for span in found)
-        / costs.price(_task(kind, phase, dtype, shape)).device_seconds
+        span.busy_seconds / costs.price(_task(kind, phase, dtype, shape)).device_seconds
         for shape, found in by_shape.items()
+        for span in found
     ]
-
-
-def _local_factor(
-    shape: tuple[int, ...], measured: Sequence[tuple[int, ...]], ratios: Sequence[float], overall: float
-) -> float:
-    """Return by how much a sample moves: what the traces say of shapes like its own, far from all of them `overall`.
-
-    The logarithm is the mean of those measured, weighted by inverse squared distance in log shape, with the overall
-    one as if it had been measured at the distance `_DOUBT_DISTANCE`.
-    """
-    here = np.log1p(np.array(shape, dtype=np.float64))
-    distances = np.linalg.norm(np.log1p(np.array(measured, dtype=np.float64)) - here, axis=1)
-    weights = 1 / (distances + _NEAR_DISTANCE) ** 2
-    doubt = 1 / _DOUBT_DISTANCE**2
-    return math.exp((float(weights @ np.log(ratios)) + doubt * math.log(overall)) / (float(weights.sum()) + doubt))
 
 
 def _key_of(sample: ComputeSample) -> _ComputeKey:
     return sample.kind, sample.phase, sample.dtype, sample.busy_devices
 
 
-def _nearest_group(samples: Sequence[ComputeSample], key: _ComputeKey) -> list[ComputeSample]:
-    """Return the samples of a kind under the number of busy devices that is nearest to the key's."""
-    busy = key[3]
-    found = [sample for sample in samples if _key_of(sample)[:3] == key[:3]]
-    nearest = min({sample.busy_devices for sample in found}, key=lambda count: (abs(math.log(count / busy)), count))
-    return [sample for sample in found if sample.busy_devices == nearest]
-
-
-def _sample_of_spans(
-    key: _ComputeKey, shape: tuple[int, ...], spans: Sequence[Span], host_seconds: float, name: str
-) -> ComputeSample:
+def _sample_of_spans(key: _ComputeKey, shape: tuple[int, ...], spans: Sequence[Span], name: str) -> ComputeSample:
     kind, phase, dtype, busy = key
     ordered = sorted(span.busy_seconds for span in spans)
     return ComputeSample(
@@ -175,8 +139,9 @@ def _sample_of_spans(
         seconds=statistics.median(ordered),
         low_seconds=ordered[len(ordered) // 10],
         high_seconds=ordered[-1 - len(ordered) // 10],
-        host_seconds=host_seconds,
+        host_seconds=0.0,  # a profiler slows the host down, so launching is left to microbenchmarks
         origin=f"trace {name}",
+        is_from_trace=True,
     )
 
 

@@ -2,15 +2,16 @@
 
 For each kind, phase and number format, and for each number of busy devices that was measured, the cost is a line
 plus a correction. The line is `a + b * flops + c * bytes` with coefficients that are not negative, fitted to the
-relative error of the samples. The correction is the logarithm of measured over line, interpolated between samples
-in the space of log shapes, so a task of a measured shape costs what was measured, and far from all samples the
-line alone counts, scaled like the nearest of them.
+relative error of the microbenchmarks. The correction is the logarithm of measured over line, interpolated between
+samples in the space of log shapes, so a task of a measured shape costs what was measured, and far from all samples the
+line alone counts, scaled like the nearest of them. Where traces of real steps tell otherwise, that cost is multiplied
+by what they say of shapes like the task's, and far from all their shapes by their median.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import scipy.optimize
@@ -23,6 +24,10 @@ from simulator.specs.program import Phase, Task, TaskKind
 from simulator.specs.units import Dtype
 
 _Key = tuple[TaskKind, Phase, Dtype]
+# Distances in log shape, where a factor of e in one count is a distance of one: a trace nearer than the first has its
+# own way, and one farther than the second says less of a shape than the median of all.
+_NEAR_DISTANCE = 0.02
+_DOUBT_DISTANCE = 1.5
 
 
 def task_flops(kind: TaskKind, phase: Phase, shape: tuple[int, ...]) -> float:
@@ -80,6 +85,8 @@ class _Law:
     log_ratios: NDArray[np.float64]  # measured over line
     log_spreads: NDArray[np.float64]  # half of log(high / low)
     host_seconds: float
+    traced_log_shapes: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 1)))
+    traced_log_ratios: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))  # traced over the law's cost
 
 
 class ComputeCosts:
@@ -96,8 +103,7 @@ class ComputeCosts:
         self._device_name = calibration.device_name
         self._laws: dict[_Key, _Law] = {}
         for key, by_busy in groups.items():
-            nearest = min(by_busy, key=lambda busy: (abs(math.log(busy / busy_devices)), busy))
-            self._laws[key] = _fit(by_busy[nearest])
+            self._laws[key] = _law(by_busy, busy_devices)
         self._priced: dict[tuple[_Key, tuple[int, ...]], tuple[TaskCost, float]] = {}
 
     def price(self, task: Task) -> TaskCost:
@@ -124,6 +130,27 @@ class ComputeCosts:
                 )
             self._priced[key, task.shape] = _evaluate(self._laws[key], task.kind, phase, task.shape, task.dtype)
         return self._priced[key, task.shape]
+
+
+def _law(by_busy: dict[int, list[ComputeSample]], busy_devices: int) -> _Law:
+    """Return the cost of one kind: microbenchmarks of the nearest number of busy devices, traces of that number."""
+    alone = {
+        busy: found
+        for busy, samples in by_busy.items()
+        if (found := [sample for sample in samples if not sample.is_from_trace])
+    }
+    alone = alone or by_busy  # traces alone must serve for both
+    nearest = min(alone, key=lambda busy: (abs(math.log(busy / busy_devices)), busy))
+    law = _fit(alone[nearest])
+    traced = list(_merge(sample for sample in by_busy.get(busy_devices, ()) if sample.is_from_trace))
+    if not traced:
+        return law
+    priced = [_evaluate(law, s.kind, s.phase, s.shape, s.dtype)[0].device_seconds for s in traced]
+    return replace(
+        law,
+        traced_log_shapes=np.array([_log_shape(s.shape) for s in traced]),
+        traced_log_ratios=np.log([s.seconds / seconds for s, seconds in zip(traced, priced, strict=True)]),
+    )
 
 
 def _fit(samples: list[ComputeSample]) -> _Law:
@@ -160,8 +187,22 @@ def _evaluate(law: _Law, kind: TaskKind, phase: Phase, shape: tuple[int, ...], d
     # Inverse-distance weights (Shepard, 1968) of the fourth power: exact at the samples, local between them.
     weights = 1 / (distances + 1e-6) ** 4
     weights /= weights.sum()
-    device_seconds = line * math.exp(float(weights @ law.log_ratios))
+    device_seconds = line * math.exp(float(weights @ law.log_ratios) + _traced_log_ratio(law, shape))
     return TaskCost(host_seconds=law.host_seconds, device_seconds=device_seconds), float(weights @ law.log_spreads)
+
+
+def _traced_log_ratio(law: _Law, shape: tuple[int, ...]) -> float:
+    """Return what traces say of shapes like this one: their mean by inverse squared distance in log shape.
+
+    Their median counts as if it had been measured at the distance `_DOUBT_DISTANCE`.
+    """
+    if law.traced_log_ratios.size == 0:
+        return 0.0
+    distances = np.linalg.norm(law.traced_log_shapes - _log_shape(shape), axis=1)
+    weights = 1 / (distances + _NEAR_DISTANCE) ** 2
+    doubt = 1 / _DOUBT_DISTANCE**2
+    total = float(weights @ law.traced_log_ratios) + doubt * float(np.median(law.traced_log_ratios))
+    return total / (float(weights.sum()) + doubt)
 
 
 def _features(kind: TaskKind, phase: Phase, shape: tuple[int, ...], dtype: Dtype) -> tuple[float, float, float]:

@@ -21,6 +21,8 @@ Arrays = Mapping[str, NDArray[Any]]
 
 # What numpy and zipfile raise for files that are cut off, damaged or of another format.
 _UNREADABLE = (OSError, ValueError, EOFError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error)
+# Of an .npz file, which is a zip file, and of an .npy file.
+_FIRST_BYTES = (b"PK", b"\x93N")
 # Bytes that are hashed at a time: small enough to stay out of memory's way, large enough to cost no calls.
 _HASHED_BYTES = 1 << 26
 
@@ -100,6 +102,11 @@ def _load_npz(path: Path) -> dict[str, NDArray[Any]]:
     where = str(path)
     try:
         with path.open("rb") as opened:
+            if (
+                opened.read(len(_FIRST_BYTES[0])) not in _FIRST_BYTES
+            ):  # numpy would speak of pickles, and how to load them
+                raise ValueError("a file of another kind")
+            opened.seek(0)
             file = np.load(opened, allow_pickle=False)
             if not isinstance(file, np.lib.npyio.NpzFile):
                 raise ValueError("a single array")

@@ -18,6 +18,7 @@ class ComputeSample:
         low_seconds, high_seconds: first and last decile.
         host_seconds: for which the host thread is busy issuing it; 0 on CPUs, which run it at once.
         origin: where the number comes from, such as "microbenchmark" or "trace measured.json".
+        is_from_trace: whether it is of a real step; such samples correct what the others say of shapes like theirs.
     """
 
     kind: TaskKind
@@ -30,6 +31,7 @@ class ComputeSample:
     high_seconds: float
     host_seconds: float
     origin: str
+    is_from_trace: bool = False
 
     def __post_init__(self) -> None:
         require_positive(seconds=self.seconds, low_seconds=self.low_seconds, high_seconds=self.high_seconds)

@@ -13,7 +13,8 @@ from executor.cli import app
 from executor.cli_output import accuracy_text
 from executor.environment import environment, local_cluster
 from simulator.specs.cluster import DeviceKind
-from simulator.specs.files import cluster_toml, read_calibration, read_plan, read_trace
+from simulator.specs.files import cluster_toml, read_calibration, read_plan, read_trace, write_trace
+from simulator.specs.trace import TraceOrigin
 from tests.executor.commands import (
     RUN_TOML,
     Done,
@@ -125,9 +126,8 @@ def test_a_plan_is_told_in_eighty_columns_with_what_lost(command, tmp_path):
 
 
 def test_errors_of_a_prediction_are_told_a_row_a_kind_and_phase(command, planned):
-    plan = ("plan.json", "--calibration", "calibration.json")
-    assert command("simulate", *plan, "--out", "one.json").status == 0
-    assert command("simulate", *plan, "--out", "other.json", "--trials", "3").status == 0
+    assert command("simulate", "plan.json", "--calibration", "calibration.json", "--out", "one.json").status == 0
+    write_trace(planned / "other.json", replace(read_trace(planned / "one.json"), origin=TraceOrigin.MEASURED))
     done = command("compare", "one.json", "other.json")
     rows = [line.split() for line in done.out.splitlines()]
     assert rows[0] == ["kind", "phase", "tasks", "predicted", "ms", "measured", "ms", "error", "of", "step"]
@@ -249,6 +249,12 @@ def test_a_graph_with_pickled_objects_is_refused_without_loading_them(command, t
     assert "without objects" in refusal(command("inspect", "graph.npz"), 2)
 
 
+def test_a_file_that_is_no_graph_is_refused_without_talk_of_pickles(command, tmp_path):
+    (tmp_path / "graph.npz").write_text("source,target\n0,1\n")
+    assert "graph.npz must be whole in an .npz file" in (said := refusal(command("inspect", "graph.npz"), 2))
+    assert "got a file of another kind; save it again" in said
+
+
 @pytest.mark.parametrize("name", ["plan.json", "calibration.json"])
 def test_a_file_that_was_cut_short_or_edited_is_refused(command, planned, name):
     path = planned / name
@@ -358,11 +364,30 @@ def test_a_calibration_of_other_software_is_refused_unless_forced(command, plann
 
 def test_a_run_on_another_machine_does_not_correct_a_calibration(command, planned):
     assert command("simulate", "plan.json", "--calibration", "calibration.json").status == 0
+    write_trace(planned / "run.json", replace(read_trace(planned / "predicted.json"), origin=TraceOrigin.MEASURED))
     write_made_calibration(planned, environment=(("device", "abacus"),))
-    arguments = ("recalibrate", "calibration.json", "predicted.json", "--out", "new.json")
+    arguments = ("recalibrate", "calibration.json", "run.json", "--out", "new.json")
     assert "abacus" in refusal(command(*arguments), 4)
     assert command(*arguments, "--force").status == 0
     assert read_calibration(planned / "new.json").device_name == local_cluster().device.name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (["compare", "run.json", "predicted.json"], "simulated"),
+        (["compare", "predicted.json", "predicted.json"], "measured"),
+        (["recalibrate", "calibration.json", "predicted.json", "--out", "new.json"], "measured"),
+        (["report", "plan.json", "--predicted", "run.json"], "simulated"),
+        (["report", "plan.json", "--predicted", "predicted.json", "--measured", "predicted.json"], "measured"),
+    ],
+)
+def test_predictions_and_measurements_are_not_taken_for_each_other(command, planned, arguments, wanted):
+    assert command("simulate", "plan.json", "--calibration", "calibration.json").status == 0
+    write_trace(planned / "run.json", replace(read_trace(planned / "predicted.json"), origin=TraceOrigin.MEASURED))
+    before = sorted(planned.iterdir())
+    assert f"origin of the trace must be {wanted}, got" in refusal(command(*arguments), 2)
+    assert sorted(planned.iterdir()) == before
 
 
 # --- Bad input: places to write to, and ways to ask.

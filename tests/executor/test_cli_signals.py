@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -150,6 +151,18 @@ def test_a_plan_for_another_graph_is_refused(tmp_path, planned, command):
     (sentence,) = sentences(done)
     assert f"{tmp_path / 'graph.npz'}: sha256 must be" in sentence
     assert "plan again" in sentence
+
+
+def test_a_disk_that_fills_up_is_told_and_no_half_written_file_stays(tmp_path, planned, command):
+    plan = planned(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # the traces of two steps take some 60 kB
+    try:
+        done = command("train", plan, "--out", "run", "--quiet")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert done == Done(status=2, out="", err="graphpilot: run/measured.json: cannot be written: File too large\n")
+    assert list((tmp_path / "run").iterdir()) == []
 
 
 # --- It ends well.
