@@ -175,7 +175,7 @@ class Trainer:
         totals = torch.tensor([[int(right), int(total)] for right, total in counts], device=self.place.device)
         if self.place.world is not None:
             dist.all_reduce(totals, group=self.place.world)
-        train, val, test = (totals[:, 0] / totals[:, 1].clamp(min=1)).tolist()
+        train, val, test = (right / max(total, 1) for right, total in totals.tolist())
         return Evaluation(train_accuracy_ratio=train, val_accuracy_ratio=val, test_accuracy_ratio=test)
 
     def _whole_graph(self) -> RankData:
