@@ -3,8 +3,8 @@
     python -m tests.bench.prediction --device cpu --json figures.json --out raw/
 
 Calibrates, predicts every run, only then measures, compares task kind by task kind. Then recalibrates on every other
-run of each graph and compares the prediction of the others. Raw data: `calibration.json`, `runs.csv` (a row a run),
-`kinds.csv` (a row a run, kind and phase).
+run of each graph and compares the prediction of the others. Raw data: `calibration.json`, `recalibrated.json`,
+`runs.csv` (a row a run), `kinds.csv.gz` (a row a run, kind and phase), `spans.csv.gz` (a row a measured task).
 """
 
 import argparse
@@ -170,13 +170,39 @@ def kind_residuals(
     return pd.DataFrame(rows)
 
 
+def span_table(measured: Sequence[Trace]) -> pd.DataFrame:
+    """Return every measured span of every run."""
+    rows = [
+        {
+            "run": index,
+            "step": span.step,
+            "rank": span.rank,
+            "name": span.name,
+            "kind": span.kind.value,
+            "phase": span.phase.value,
+            "dtype": span.dtype.value,
+            "shape": " ".join(map(str, span.shape)),
+            "start_us": round(1e6 * span.start_seconds, 2),
+            "duration_us": round(1e6 * span.duration_seconds, 2),
+            "waiting_us": round(1e6 * span.waiting_seconds, 2),
+        }
+        for index, trace in enumerate(measured)
+        for span in trace.spans
+    ]
+    return pd.DataFrame(rows)
+
+
 def summary(frame: pd.DataFrame, label: str, bars: tuple[float | None, float | None]) -> list[Figure]:
     """Return mean and worst absolute error of a table of residuals."""
     errors = 100 * frame["error_ratio"].abs()
     mean_bar, worst_bar = bars
     return [
-        Figure(name=f"step error, {label}: mean", value=errors.mean(), unit="%", bar=mean_bar, better=Better.LOWER),
-        Figure(name=f"step error, {label}: worst", value=errors.max(), unit="%", bar=worst_bar, better=Better.LOWER),
+        Figure(
+            name=f"step error, {label}: mean", value=float(errors.mean()), unit="%", bar=mean_bar, better=Better.LOWER
+        ),
+        Figure(
+            name=f"step error, {label}: worst", value=float(errors.max()), unit="%", bar=worst_bar, better=Better.LOWER
+        ),
     ]
 
 
@@ -214,7 +240,8 @@ def main() -> None:
         tables = [residuals(runs, before, measured, first), residuals(runs[1::2], after[1::2], measured[1::2], again)]
         kinds = [kind_residuals(runs, before, measured, first), kind_residuals(runs, after, measured, again)]
         pd.concat(tables).to_csv(out / "runs.csv", index=False)
-        pd.concat(kinds).to_csv(out / "kinds.csv", index=False)
+        pd.concat(kinds).to_csv(out / "kinds.csv.gz", index=False)
+        span_table(measured).to_csv(out / "spans.csv.gz", index=False)
         on_cpu = kind is DeviceKind.CPU
         figures = [
             *summary(tables[0], first, (15.0, 35.0) if on_cpu else (None, None)),
