@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from executor import encodings
+from executor import pyg
 from executor.encodings import cache_folder, positional_encodings
 from simulator.errors import SpecError
 from simulator.readers.graphs import Graph
@@ -128,7 +128,7 @@ def test_encodings_are_computed_once_for_each_graph_preparation_and_kind(tmp_pat
         computed.append(model)
         return np.zeros((graph.num_nodes, model.num_encodings), np.float32)
 
-    monkeypatch.setattr(encodings, "_encode", count)
+    monkeypatch.setattr(pyg, "encode", count)
     graph = awkward_graph()
     spec = spec_of(graph)
     others = [
