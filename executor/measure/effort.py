@@ -30,12 +30,12 @@ class Effort:
 
 
 QUICK_CPU = Effort(
-    rows=(512, 4096, 24576),
+    rows=(512, 4096, 16384),
     widths=(32, 128),
-    edges=(8192, 65536, 262144),
+    edges=(8192, 65536, 196608),
     mean_degrees=(4, 24),
     collective_bytes=(4 * KIB, 64 * KIB, 512 * KIB, 2 * MIB, 8 * MIB),
-    case_seconds=0.08,
+    case_seconds=0.06,
     repetitions=5,
 )
 FULL_CPU = Effort(

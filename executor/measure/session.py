@@ -25,6 +25,9 @@ from simulator.specs.units import Dtype
 
 logger = logging.getLogger(__name__)
 
+# Beside the time of the effort: repetitions of large cases on CPUs, the profiler on GPUs. Quick calibrations took 37 s
+# for 198 cases on two cores of an AMD EPYC, and 40 s for 198 on an H200 (traces/prediction_h200x1_202611).
+_CASE_SECONDS = {DeviceKind.CPU: 0.03, DeviceKind.CUDA: 0.12}
 _PACKING = (TaskKind.HALO_PACK, TaskKind.PAD_ROWS)
 
 
@@ -54,15 +57,15 @@ def effort_of(kind: DeviceKind, *, quick: bool) -> Effort:
 
 
 def expected_seconds(session: Session) -> float:
-    """Return about how long a calibration takes, start of the processes included.
+    """Return about how long a calibration takes on an idle machine, start of the processes included.
 
-    A case takes its share of time in the effort, or its repetitions where they take longer, and about as long again
-    to build and to warm up; measured on two cores and on an H200, that is twice `case_seconds` a case on average.
+    A case takes its share of time in the effort and as long again to build and to warm up, and `_CASE_SECONDS` beside.
     """
     cases = len(list(case_shapes(session.effort)))
     levels = len(_busy_levels(session.cluster))
     collectives = len(COLLECTIVES) * len(session.effort.collective_bytes) * (session.cluster.devices_per_host > 1)
-    return 10 + (2 * cases * levels * len(session.precisions) + collectives) * session.effort.case_seconds
+    of_case = 2 * session.effort.case_seconds + _CASE_SECONDS[session.cluster.device.kind]
+    return 8 + cases * levels * len(session.precisions) * of_case + collectives * session.effort.case_seconds
 
 
 def run_session(session: Session) -> None:

@@ -210,7 +210,7 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=list(DeviceKind), default=DeviceKind.CPU, type=DeviceKind)
-    parser.add_argument("--quick", action="store_true", help="a quick calibration")
+    parser.add_argument("--full", action="store_true", help="a calibration of more shapes, for minutes longer")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--out", type=Path, help="folder for the raw data")
     arguments = parser.parse_args()
@@ -222,7 +222,7 @@ def main() -> None:
         out.mkdir(parents=True, exist_ok=True)
         started = time.perf_counter()
         precisions = (Dtype.FLOAT32,) if kind is DeviceKind.CPU else (Dtype.FLOAT32, BF16)
-        effort = effort_of(kind, quick=arguments.quick)
+        effort = effort_of(kind, quick=not arguments.full)
         run_session(Session(cluster=cluster, effort=effort, precisions=precisions, out=out / "calibration.json"))
         calibration = read_calibration(out / "calibration.json")
         print(f"calibrated in {time.perf_counter() - started:.0f} s", flush=True)
