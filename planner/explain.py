@@ -13,11 +13,16 @@ PER_EPOCH = " on the mean rank in an epoch"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakdown:
-    """Where an epoch's time goes on the mean rank, in seconds."""
+    """Where an epoch's time goes on the mean rank, in seconds.
+
+    Attributes:
+        idle_seconds: with no task under way: a device waits for its host to launch the next.
+    """
 
     compute_seconds: float
     communication_seconds: float
     waiting_seconds: float
+    idle_seconds: float
 
 
 def description(plan: Plan) -> str:
@@ -38,10 +43,16 @@ def breakdown(plan: Plan, trace: Trace) -> Breakdown:
     """Return where the time of an epoch goes, if all its steps were like the trace's."""
     scale = plan.steps_per_epoch / trace.num_ranks
     communication = [span for span in trace.spans if span.kind.is_collective]
+    compute_seconds = scale * sum(span.busy_seconds for span in trace.spans if not span.kind.is_collective)
+    communication_seconds = scale * sum(span.busy_seconds for span in communication)
+    waiting_seconds = scale * sum(span.waiting_seconds for span in communication)
+    whole_seconds = plan.steps_per_epoch * trace.median_step_seconds
     return Breakdown(
-        compute_seconds=scale * sum(span.busy_seconds for span in trace.spans if not span.kind.is_collective),
-        communication_seconds=scale * sum(span.busy_seconds for span in communication),
-        waiting_seconds=scale * sum(span.waiting_seconds for span in communication),
+        compute_seconds=compute_seconds,
+        communication_seconds=communication_seconds,
+        waiting_seconds=waiting_seconds,
+        # Streams that run side by side leave less than nothing.
+        idle_seconds=max(whole_seconds - compute_seconds - communication_seconds - waiting_seconds, 0.0),
     )
 
 
@@ -51,6 +62,7 @@ def reason_lost(best: Breakdown, other: Breakdown) -> str:
         "computing": other.compute_seconds - best.compute_seconds,
         "communicating": other.communication_seconds - best.communication_seconds,
         "waiting for other ranks": other.waiting_seconds - best.waiting_seconds,
+        "idle while the host launches": other.idle_seconds - best.idle_seconds,
     }
     activity, seconds = max(more.items(), key=lambda item: item[1])
     if seconds <= 0:

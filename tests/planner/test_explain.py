@@ -60,7 +60,8 @@ def span(rank: int, kind: TaskKind, seconds: float, *, waiting_seconds: float = 
 
 
 def test_a_breakdown_by_hand():
-    # Two ranks: one computes 3 s and waits for nobody, one computes 1 s and waits 2 s; the collective takes 1 s.
+    # Two ranks: one computes 3 s and waits for nobody, one computes 1 s and waits 2 s; the collective takes 1 s, and
+    # half a second of the step has no task.
     spans = (
         span(0, TaskKind.LINEAR, 2.0),
         span(0, TaskKind.GELU, 1.0),
@@ -72,31 +73,34 @@ def test_a_breakdown_by_hand():
         origin=TraceOrigin.SIMULATED,
         num_ranks=2,
         spans=spans,
-        step_seconds=(4.0,),
-        traced_step_seconds=(4.0,),
+        step_seconds=(4.5,),
+        traced_step_seconds=(4.5,),
         peak_memory_bytes=(0, 0),
     )
     whole = breakdown(made_plan(parts(2)), trace)
-    assert whole == Breakdown(compute_seconds=2.0, communication_seconds=1.0, waiting_seconds=1.0)
+    assert whole == Breakdown(compute_seconds=2.0, communication_seconds=1.0, waiting_seconds=1.0, idle_seconds=0.5)
     # 8 parts, two a step: four steps an epoch.
     clusters = breakdown(made_plan(parts(8), data_parallel_degree=2, graph_parallel_degree=1), trace)
-    assert clusters == Breakdown(compute_seconds=8.0, communication_seconds=4.0, waiting_seconds=4.0)
+    assert clusters == Breakdown(compute_seconds=8.0, communication_seconds=4.0, waiting_seconds=4.0, idle_seconds=2.0)
 
 
-BEST = Breakdown(compute_seconds=10.0, communication_seconds=2.0, waiting_seconds=1.0)
+BEST = Breakdown(compute_seconds=10.0, communication_seconds=2.0, waiting_seconds=1.0, idle_seconds=0.5)
 
 
 @pytest.mark.parametrize(
     ("other", "reason"),
     [
-        ((13.0, 2.0, 1.0), "3 s more computing on the mean rank in an epoch"),
-        ((5.0, 2.5, 1.0), "500 ms more communicating on the mean rank in an epoch"),
-        ((11.0, 2.0, 2.5), "1.5 s more waiting for other ranks on the mean rank in an epoch"),
-        ((10.0, 2.0, 1.0), "no slower on the mean rank, but its slowest rank is"),
-        ((1.0, 1.0, 0.0), "no slower on the mean rank, but its slowest rank is"),
+        ((13.0, 2.0, 1.0, 0.5), "3 s more computing on the mean rank in an epoch"),
+        ((5.0, 2.5, 1.0, 0.5), "500 ms more communicating on the mean rank in an epoch"),
+        ((11.0, 2.0, 2.5, 0.5), "1.5 s more waiting for other ranks on the mean rank in an epoch"),
+        ((10.0, 2.0, 1.0, 4.5), "4 s more idle while the host launches on the mean rank in an epoch"),
+        ((10.0, 2.0, 1.0, 0.5), "no slower on the mean rank, but its slowest rank is"),
+        ((1.0, 1.0, 0.0, 0.0), "no slower on the mean rank, but its slowest rank is"),
     ],
 )
 def test_why_a_plan_lost(other, reason):
-    compute, communication, waiting = other
-    lost = Breakdown(compute_seconds=compute, communication_seconds=communication, waiting_seconds=waiting)
+    compute, communication, waiting, idle = other
+    lost = Breakdown(
+        compute_seconds=compute, communication_seconds=communication, waiting_seconds=waiting, idle_seconds=idle
+    )
     assert reason_lost(BEST, lost) == reason
