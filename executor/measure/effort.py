@@ -16,6 +16,8 @@ class Effort:
         widths: columns of the residual stream.
         edges: edge counts of attention.
         mean_degrees: edges per target.
+        attention_widths: columns of the residual stream in attention, in 8 heads.
+        max_attention_elements: edges times width of the largest attention.
         collective_bytes: sizes of collectives.
         case_seconds: time to spend on a task of one shape, at least `repetitions`.
     """
@@ -24,6 +26,8 @@ class Effort:
     widths: tuple[int, ...]
     edges: tuple[int, ...]
     mean_degrees: tuple[int, ...]
+    attention_widths: tuple[int, ...]
+    max_attention_elements: int
     collective_bytes: tuple[int, ...]
     case_seconds: float
     repetitions: int
@@ -34,6 +38,8 @@ QUICK_CPU = Effort(
     widths=(32, 128),
     edges=(8192, 65536, 196608),
     mean_degrees=(4, 24),
+    attention_widths=(32, 64, 128),
+    max_attention_elements=2**24,
     collective_bytes=(4 * KIB, 64 * KIB, 512 * KIB, 2 * MIB, 8 * MIB),
     case_seconds=0.06,
     repetitions=5,
@@ -43,6 +49,8 @@ FULL_CPU = Effort(
     widths=(32, 64, 128, 256),
     edges=(4096, 16384, 65536, 262144, 1048576),
     mean_degrees=(3, 12, 60),
+    attention_widths=(32, 64, 128, 256),
+    max_attention_elements=2**28,
     collective_bytes=tuple(KIB * 4**power for power in range(8)),
     case_seconds=0.25,
     repetitions=9,
@@ -52,6 +60,8 @@ QUICK_CUDA = Effort(
     widths=(64, 256),
     edges=(65536, 1048576, 4194304),
     mean_degrees=(8, 48),
+    attention_widths=(64, 256),
+    max_attention_elements=2**40,
     collective_bytes=tuple(4 * KIB * 8**power for power in range(6)),
     case_seconds=0.02,
     repetitions=5,
@@ -61,6 +71,8 @@ FULL_CUDA = Effort(
     widths=(64, 128, 256),
     edges=(16384, 131072, 1048576, 4194304, 16777216),
     mean_degrees=(4, 16, 64),
+    attention_widths=(64, 128, 256),
+    max_attention_elements=2**40,
     collective_bytes=tuple(4 * KIB * 4**power for power in range(9)),
     case_seconds=0.05,
     repetitions=9,
@@ -89,7 +101,9 @@ def case_shapes(effort: Effort) -> Iterator[tuple[TaskKind, tuple[int, ...]]]:
         yield TaskKind.EDGE_BIAS, (edges, 8)
         for degree in effort.mean_degrees:
             targets = max(edges // degree, 1)
-            for width in effort.widths:
+            for width in effort.attention_widths:
+                if edges * width > effort.max_attention_elements:
+                    continue
                 yield TaskKind.ATTENTION, (targets, targets + targets // 4, edges, 8, width // 8)
     for elements in (20_000, 200_000, 2_000_000):
         yield TaskKind.CLIP, (elements, 40)
