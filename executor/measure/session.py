@@ -25,9 +25,9 @@ from simulator.specs.units import Dtype
 
 logger = logging.getLogger(__name__)
 
-# Beside the time of the effort: repetitions of large cases on CPUs, the profiler on GPUs. Quick calibrations took 37 s
-# for 198 cases on two cores of an AMD EPYC, and 40 s for 198 on an H200 (traces/prediction_h200x1_202611).
-_CASE_SECONDS = {DeviceKind.CPU: 0.03, DeviceKind.CUDA: 0.12}
+# Beside the time of the effort: repetitions of large cases on CPUs, the profiler on GPUs. Quick calibrations took 36 s
+# for 206 cases on two cores of an AMD EPYC, and 40 s for 198 on an H200 (traces/prediction_h200x1_202611).
+_CASE_SECONDS = {DeviceKind.CPU: 0.015, DeviceKind.CUDA: 0.12}
 _PACKING = (TaskKind.HALO_PACK, TaskKind.PAD_ROWS)
 
 
@@ -177,7 +177,9 @@ def _work_on_host(argument: tuple[Session, Calibration], store: Store, rank: int
     kind = session.cluster.device.kind
     smallest: dict[TaskKind, ComputeSample] = {}
     for sample in calibration.computes:
-        if sample.busy_devices == 1 and sample.dtype is Dtype.FLOAT32 and sample.kind not in _PACKING:
+        if sample.is_from_trace or sample.kind in _PACKING:
+            continue
+        if sample.busy_devices == 1 and sample.dtype is Dtype.FLOAT32:
             known = smallest.get(sample.kind)
             if known is None or sample.seconds < known.seconds:
                 smallest[sample.kind] = sample
@@ -187,7 +189,11 @@ def _work_on_host(argument: tuple[Session, Calibration], store: Store, rank: int
             case = build_case(sample.kind, sample.shape, sample.dtype, place.device, None)
             timings = measure_case(case, session.effort, place.device, None)
             measured.extend(compute_samples(case, timings, busy_devices=1))
-    then = {(sample.kind, sample.phase, sample.shape): sample for sample in calibration.computes}
+    then = {
+        (sample.kind, sample.phase, sample.shape): sample
+        for sample in calibration.computes
+        if sample.busy_devices == 1 and sample.dtype is Dtype.FLOAT32 and not sample.is_from_trace
+    }
     ratios = [
         _host_cost(sample, kind) / _host_cost(then[sample.kind, sample.phase, sample.shape], kind)
         for sample in measured

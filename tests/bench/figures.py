@@ -6,6 +6,7 @@ prints the `figures.json` of every folder in `traces/`, or in FOLDER. It ends wi
 a file is none of ours.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -36,4 +37,6 @@ def main(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else TRACES))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, default=TRACES, help="folder of measurements")
+    sys.exit(main(parser.parse_args().folder))
