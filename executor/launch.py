@@ -35,6 +35,8 @@ Work = Callable[[Any, Store, int], None]
 _NOTICE_SECONDS = 1.0
 # A signal to all processes of a terminal may end a rank before this process has handled it.
 _SIGNAL_SECONDS = 0.3
+# Ranks begin after their imports, in 2 to 4 s on two busy cores; a signal waits no longer than this for them.
+_START_SECONDS = 15.0
 _HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # What gloo, NCCL and the store say when a peer has gone; they raise plain RuntimeErrors at times.
 _LOST_PEER_TEXTS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo/transport")
@@ -82,9 +84,12 @@ def launch(work: Work, argument: Any, *, num_ranks: int, folder: Path) -> None:
         monitor_interval=0.1,
     )
     _silence_the_agent()
-    with tempfile.TemporaryDirectory(prefix="graphpilot-") as causes, _signals_of_the_launcher():
+    with (
+        tempfile.TemporaryDirectory(prefix="graphpilot-") as folder_name,
+        _signals_of_the_launcher(causes := Path(folder_name), num_ranks),
+    ):
         try:
-            _launch(config, work, argument, Path(causes))
+            _launch(config, work, argument, causes)
         except SignalException as error:
             raise Interrupted(error.sigval) from error
         finally:
@@ -108,11 +113,12 @@ def _silence_the_agent() -> None:
 
 
 @contextlib.contextmanager
-def _signals_of_the_launcher() -> Iterator[None]:
+def _signals_of_the_launcher(causes: Path, num_ranks: int) -> Iterator[None]:
     """Keep Ctrl-C from the ranks while they start, and give signals back their handlers afterwards.
 
     A terminal sends SIGINT to every process of the command. The ranks inherit it blocked, else it would end them in
-    the middle of an import, with a traceback; a thread takes it here, and the launcher then ends the ranks.
+    the middle of an import, with a traceback; a thread takes it here, and the launcher then ends the ranks. It does so
+    once all have begun: a rank that loses its launcher while it is being started ends with a traceback too.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -124,8 +130,12 @@ def _signals_of_the_launcher() -> Iterator[None]:
 
     def take() -> None:
         while not done.is_set():
-            if signal.sigtimedwait({signal.SIGINT}, 0.1) is not None:
-                _thread.interrupt_main(signal.SIGINT)
+            if signal.sigtimedwait({signal.SIGINT}, 0.1) is None:
+                continue
+            latest = time.monotonic() + _START_SECONDS
+            while not done.is_set() and len(list(causes.glob("*.begun"))) < num_ranks and time.monotonic() < latest:
+                time.sleep(0.02)
+            _thread.interrupt_main(signal.SIGINT)
 
     thread = threading.Thread(target=take, daemon=True)
     thread.start()
@@ -141,6 +151,7 @@ def _signals_of_the_launcher() -> Iterator[None]:
 
 def _run_as_child(work: Work, argument: Any, causes: Path) -> None:
     """Run the work as a rank that `launch` started; leave the reason in `causes` if it fails."""
+    (causes / f"rank{os.environ['RANK']}.begun").touch()
     try:
         run_as_rank(work, argument)
     except Exception as error:
