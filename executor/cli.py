@@ -16,7 +16,13 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from executor.cli_errors import existing_calibration, require_writable, told_status, trace_from
+from executor.cli_errors import (
+    existing_calibration,
+    require_writable,
+    threads_without_ctrl_c,
+    told_status,
+    trace_from,
+)
 from executor.cli_output import (
     Output,
     accuracy_text,
@@ -102,7 +108,8 @@ def demo(
 
     Example: graphpilot demo --out runs/demo
     """
-    from executor.cli_demo import run_demo
+    with threads_without_ctrl_c():
+        from executor.cli_demo import run_demo
 
     require_writable(out / "run.toml")
     output = Output(json, quiet)
@@ -167,8 +174,9 @@ def calibrate(
 
     Example: graphpilot calibrate --quick --out calibration.json
     """
-    from executor.environment import local_cluster
-    from executor.measure.session import Session, effort_of, expected_seconds, run_host_session, run_session
+    with threads_without_ctrl_c():
+        from executor.environment import local_cluster
+        from executor.measure.session import Session, effort_of, expected_seconds, run_host_session, run_session
 
     require_writable(out)
     output = Output(json, quiet)
@@ -288,8 +296,9 @@ def train(
 
     On many hosts: torchrun --nproc-per-node 8 -m executor train plan.json
     """
-    from executor.launch import is_under_torchrun
-    from executor.run import PlanRun, run_plan
+    with threads_without_ctrl_c():
+        from executor.launch import is_under_torchrun
+        from executor.run import PlanRun, run_plan
 
     folder = plan.parent if out is None else out
     require_writable(folder / "result.json")

@@ -1,9 +1,11 @@
 """What goes wrong in a command: an exit status and one sentence; and what is refused before any work is done."""
 
+import contextlib
 import os
+import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import typer
@@ -16,6 +18,16 @@ from simulator.specs.trace import Trace, TraceOrigin
 OWN_ERRORS = (SpecError, PlanError, NoFeasiblePlanError, CalibrationError, RunError)
 FAULT_STATUS = 1
 INTERRUPTED_STATUS = 130
+
+
+@contextlib.contextmanager
+def threads_without_ctrl_c() -> Iterator[None]:
+    """Let the threads that libraries start meanwhile never take SIGINT: `executor/launch.py` waits for it alone."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def told_status(error: BaseException, *, debug: bool, may_tell: Callable[[], bool]) -> int:
