@@ -23,7 +23,9 @@ def trained(data: Path, folder: Path, *, num_steps: int, seed: int = 0) -> tuple
     """Return the losses, and the evaluation with the best validation accuracy."""
     source = GraphFile(path=str(data / "cora.npz"), normalize_features=FeatureNorm.ROW)
     spec, graph = read_graph(source, base=folder)
-    train = TrainSpec(num_steps=num_steps, learning_rate=0.003, weight_decay=0.5, warmup_steps=4, seed=seed)
+    train = TrainSpec(
+        num_steps=num_steps, learning_rate=0.003, weight_decay=0.5, warmup_steps=min(10, num_steps), seed=seed
+    )
     inputs = Inputs(graph=graph, part_N=np.zeros(graph.num_nodes, dtype=np.int32), encodings=None)
     trainer = Trainer(plan_of(Choices(), graph, MODEL, folder), spec, MODEL, train, inputs, PLACE, Recorder())
     losses, evaluations = [], []
