@@ -24,17 +24,21 @@ from executor.cli_errors import (
     trace_from,
 )
 from executor.cli_output import (
+    INSPECTED_CACHE_ROWS,
     Output,
     accuracy_text,
     comparison_json,
     comparison_tables,
     corrections_table,
+    fanout_json,
+    fanout_tables,
     plan_tables,
     seconds_text,
     statistics_json,
     statistics_tables,
 )
 from planner.explain import description
+from planner.order import order_localities
 from planner.partition import partition_graph
 from planner.search import find_plan
 from simulator.calibrate import MeasuredRun, recalibrate
@@ -53,6 +57,7 @@ from simulator.specs.files import (
     read_plan,
     read_run,
     write_calibration,
+    write_fanout,
     write_plan,
     write_text_atomic,
     write_trace,
@@ -123,7 +128,7 @@ def inspect(
     json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
-    """Print a graph in numbers, and what cutting it into 2, 4, 8 and 16 parts costs.
+    """Print a graph in numbers, what orders of its nodes spare, and what cutting it into 2, 4, 8 and 16 parts costs.
 
     Example: graphpilot inspect graph.npz
     """
@@ -136,7 +141,10 @@ def inspect(
         for num_parts in (2, 4, 8, 16):
             progress(f"cutting into {num_parts} parts")
             cuts.append(partition_graph(graph, num_parts, seed=0, folder=Path(folder)))
-    output.result(statistics_json(statistics, cuts), *statistics_tables(statistics, cuts))
+        orders = order_localities(
+            graph, seed=0, folder=Path(folder), cache_rows=INSPECTED_CACHE_ROWS, on_progress=progress
+        )
+    output.result(statistics_json(statistics, cuts, orders), *statistics_tables(statistics, cuts, orders))
 
 
 @app.command()
@@ -311,6 +319,33 @@ def train(
         f"{accuracy_text(result, read_plan(plan).graph)}; median step {seconds_text(result['median_step_seconds'])}; "
         f"results in {folder}",
     )
+
+
+@app.command()
+def fanout(
+    run: Annotated[
+        Path, typer.Argument(help="run.toml: tables graph, model, cluster and train, and fanout if defaults do not do.")
+    ],
+    out: Annotated[Path, typer.Option(help="Where the comparison goes.")] = Path("fanout.json"),
+    json: JsonFlag = False,
+    quiet: QuietFlag = False,
+) -> None:
+    """Train with few neighbours, with all edges and, on small graphs, with full attention; say how few suffice.
+
+    Example: graphpilot fanout run.toml --out fanout.json
+    """
+    with threads_without_ctrl_c():
+        from executor.fanout import compare_fan_outs
+
+    output = Output(json, quiet)
+    spec_of_run = read_run(run)
+    require_writable(out)
+    spec, graph = _open(spec_of_run.graph, run.parent)
+    whole = partition_graph(graph, 1, seed=0, folder=out.parent)
+    with output.working("training") as progress:
+        comparison = compare_fan_outs(spec_of_run, spec, graph, whole, on_progress=progress)
+    write_fanout(out, comparison)
+    output.result({"out": str(out), **fanout_json(comparison)}, *fanout_tables(comparison), "", f"written to {out}")
 
 
 @app.command(name="compare")

@@ -1,7 +1,7 @@
 """What the commands print: tables for people, JSON for programs."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -11,15 +11,22 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from planner.explain import PER_EPOCH, description
+from planner.explain import ORDER_WORDS, PER_EPOCH, description, order_reason
 from simulator.calibrate import Correction
 from simulator.compare import Comparison, Residual, as_json, diagnosis
 from simulator.readers.inspect import GraphStatistics
+from simulator.readers.locality import Locality
+from simulator.specs.convert import to_plain
 from simulator.specs.decision import PlanFile
+from simulator.specs.fanout import FanoutComparison, neighbours_text
 from simulator.specs.graph import DEGREE_QUANTILES, GraphSpec
+from simulator.specs.order import NodeOrder
 from simulator.specs.plan import PartitionSpec
 from simulator.specs.units import Dimension, format_quantity
 
+# Rows of keys and values in the caches for which a graph is inspected. At width 128 in fp32, 1 KiB a row, those of a
+# core's L2 of 1 MiB and of its share of L3, 16 MiB; in bf16, 512 bytes a row, those of 64 MiB, about an H200's L2.
+INSPECTED_CACHE_ROWS = (1024, 16 * 1024, 128 * 1024)
 # Ranks that a table of memory shows one by one; of more it shows the fullest and the mean.
 MAX_RANKS_SHOWN = 4
 
@@ -68,8 +75,10 @@ def _console(*, stderr: bool) -> Console:
     return console
 
 
-def statistics_tables(statistics: GraphStatistics, cuts: Sequence[PartitionSpec]) -> list[Table | str]:
-    """Return a graph in numbers, and its cuts."""
+def statistics_tables(
+    statistics: GraphStatistics, cuts: Sequence[PartitionSpec], orders: Mapping[NodeOrder, Locality]
+) -> list[Table | str]:
+    """Return a graph in numbers, its cuts and its orders, measured for `INSPECTED_CACHE_ROWS`."""
     facts = Table(box=None, show_header=False, pad_edge=False)
     homophily = statistics.edge_homophily_ratio
     ratios = "/".join(f"{100 * ratio:g}" for ratio in DEGREE_QUANTILES)
@@ -100,10 +109,35 @@ def statistics_tables(statistics: GraphStatistics, cuts: Sequence[PartitionSpec]
             f"{cut.edge_imbalance:.2f}",
             f"{cut.row_imbalance:.2f}",
         )
-    return [facts, "", table, "nodes, edges, rows (owned and halo): of the largest part over the mean"]
+    return [
+        facts,
+        "",
+        table,
+        "nodes, edges, rows (owned and halo): of the largest part over the mean",
+        "",
+        _orders_table(orders),
+        "E/U: edges over distinct pairs of a source and a window of 16 or 64 targets",
+        "beyond 1k, 16k, 128k: edges whose row is not among so many that were read last",
+    ]
 
 
-def statistics_json(statistics: GraphStatistics, cuts: Sequence[PartitionSpec]) -> dict[str, Any]:
+def _orders_table(orders: Mapping[NodeOrder, Locality]) -> Table:
+    """Return what each order of the nodes spares the gathers of attention."""
+    beyond = (f"beyond {rows // 1024}k" for rows in INSPECTED_CACHE_ROWS)
+    table = _table("order of the nodes", "E/U of 16", "of 64", *beyond)
+    for kind, found in orders.items():
+        table.add_row(
+            kind.value,
+            f"{found.window_16_reuse:.2f}",
+            f"{found.window_64_reuse:.2f}",
+            *(f"{100 * ratio:.1f} %" for ratio in found.beyond_cache_ratios),
+        )
+    return table
+
+
+def statistics_json(
+    statistics: GraphStatistics, cuts: Sequence[PartitionSpec], orders: Mapping[NodeOrder, Locality]
+) -> dict[str, Any]:
     """Return the same for programs."""
     return {
         **asdict(statistics),
@@ -119,6 +153,8 @@ def statistics_json(statistics: GraphStatistics, cuts: Sequence[PartitionSpec]) 
             }
             for cut in cuts
         ],
+        "cache_rows": INSPECTED_CACHE_ROWS,
+        "orders": [{"kind": kind.value, **asdict(found)} for kind, found in orders.items()],
     }
 
 
@@ -138,6 +174,7 @@ def plan_tables(file: PlanFile) -> list[Table | Text | str]:
             f"{cut.num_parts} parts by {cut.method}: halo {cut.halo_ratio:.2f} of owned rows, "
             f"edge imbalance {cut.edge_imbalance:.2f}"
         )
+    lines.append(f"order {ORDER_WORDS[file.plan.order.kind]}: {order_reason(file)}")
     lines += ["", _memory_table(found.peak_memory_bytes)]
     if file.ranking:
         lines += ["", _ranking_table(file)]
@@ -230,6 +267,47 @@ def corrections_table(corrections: Sequence[Correction]) -> Table:
     for correction in corrections:
         table.add_row(correction.label, str(correction.num_spans), f"{correction.factor:.3f}")
     return table
+
+
+def fanout_tables(comparison: FanoutComparison) -> list[Table | Text | str]:
+    """Return what each choice of neighbours came to, and the smallest fan-out that suffices."""
+    table = _table("attention over", "off all nodes", "off all edges", "validation", "edges a step")
+    for row in comparison.rows:
+        spread = f" (+-{row.val_accuracy_range_ratio / 2:.3f})" if comparison.spec.num_seeds > 1 else ""
+        table.add_row(
+            neighbours_text(row.neighbours),
+            f"{100 * row.full_error_ratio:.1f} %",
+            f"{100 * row.edges_error_ratio:.1f} %",
+            f"{row.val_accuracy_ratio:.3f}{spread}",
+            f"{row.num_edges_per_step:,.0f}",
+        )
+    return [
+        table,
+        f"off: error of an attention layer's output on {comparison.region_nodes:,} connected nodes, "
+        f"{comparison.region_edges:,} edges",
+        "",
+        Text(fanout_text(comparison), style="bold"),
+    ]
+
+
+def fanout_text(comparison: FanoutComparison) -> str:
+    """Return the smallest fan-out that suffices, in a sentence."""
+    reference, smallest = comparison.reference, comparison.smallest
+    tolerance = f"{comparison.spec.tolerance_ratio:g}"
+    against = f"{neighbours_text(reference.neighbours)} ({reference.val_accuracy_ratio:.3f})"
+    if smallest is None:
+        return f"no fan-out is within {tolerance} of {against}: try larger ones, or more steps"
+    share = smallest.num_edges_per_step / max(reference.num_edges_per_step, 1)
+    return (
+        f"smallest fan-out within {tolerance} of {against}: {neighbours_text(smallest.neighbours)} "
+        f"({smallest.val_accuracy_ratio:.3f}), {100 * share:.3g} % of its edges"
+    )
+
+
+def fanout_json(comparison: FanoutComparison) -> dict[str, Any]:
+    """Return the same for programs."""
+    smallest = None if comparison.smallest is None else to_plain(comparison.smallest)
+    return {**to_plain(comparison), "reference": to_plain(comparison.reference), "smallest": smallest}
 
 
 def _table(first: str, *columns: str) -> Table:

@@ -56,10 +56,10 @@ class LocalEdges:
     """One rank's rows of a batch in NumPy: global ids, edges, halo and messages.
 
     Attributes:
-        node_N: global ids of the own rows, ascending.
-        indptr_N1, source_global_E: edges into the own rows from nodes of the batch.
+        node_N: global ids of the own rows, in the plan's order.
+        indptr_N1, source_global_E: edges into the own rows from nodes of the batch, those of a row as in the graph.
         owner_E: rank of the group that owns each edge's source.
-        halo_M: global ids of the halo, by owner, then ascending.
+        halo_M: global ids of the halo, by owner, then in the plan's order.
         rows_from: halo rows by owner.
         send_row_S: own rows that the others need, by receiver, then ascending.
         rows_to: of them, by receiver.
@@ -77,22 +77,26 @@ class LocalEdges:
     max_rows: int
 
 
-def local_edges(graph: Graph, owner_N: np.ndarray, *, graph_rank: int, num_ranks: int) -> LocalEdges:
+def local_edges(
+    graph: Graph, owner_N: np.ndarray, *, graph_rank: int, num_ranks: int, order_N: np.ndarray | None = None
+) -> LocalEdges:
     """Return what one rank of a graph group holds of a batch.
 
     Args:
         owner_N: rank of the group that owns each node of the graph; -1 for nodes outside the batch.
+        order_N: all nodes in the plan's order; None for the natural one.
     """
-    rows_by_rank = [np.flatnonzero(owner_N == rank) for rank in range(num_ranks)]
+    place_N = _places(order_N, graph.num_nodes)
+    rows_by_rank = _nodes_by_rank(owner_N, num_ranks, order_N)
     node_N = rows_by_rank[graph_rank]
     indptr_N1, source_E = _edges_into(graph, node_N, owner_N)
     owner_E = owner_N[source_E]
     halo = _distinct(source_E[owner_E != graph_rank], graph.num_nodes)
-    halo_M = halo[np.argsort(owner_N[halo], kind="stable")]
+    halo_M = halo[np.lexsort((place_N[halo], owner_N[halo]))]
     send_rows = [
         np.zeros(0, np.int64)
         if rank == graph_rank
-        else _rows_needed_by(graph, rows_by_rank[rank], owner_N, node_N, graph_rank=graph_rank)
+        else _rows_needed_by(graph, rows_by_rank[rank], owner_N, node_N, place_N, graph_rank=graph_rank)
         for rank in range(num_ranks)
     ]
     return LocalEdges(
@@ -108,6 +112,21 @@ def local_edges(graph: Graph, owner_N: np.ndarray, *, graph_rank: int, num_ranks
     )
 
 
+def _nodes_by_rank(owner_N: np.ndarray, num_ranks: int, order_N: np.ndarray | None) -> list[np.ndarray]:
+    """Return the nodes that each rank owns, in the plan's order."""
+    if order_N is None:
+        return [np.flatnonzero(owner_N == rank) for rank in range(num_ranks)]
+    return [order_N[owner_N[order_N] == rank].astype(np.int64) for rank in range(num_ranks)]
+
+
+def _places(order_N: np.ndarray | None, num_nodes: int) -> np.ndarray:
+    """Return the place of each node in the plan's order."""
+    place_N = np.arange(num_nodes)
+    if order_N is not None:
+        place_N[order_N] = np.arange(num_nodes)
+    return place_N
+
+
 def _edges_into(graph: Graph, node_N: np.ndarray, owner_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return row pointers and sources of the edges into some nodes from nodes of the batch."""
     starts_N, counts_N = graph.indptr_N[node_N], np.diff(graph.indptr_N)[node_N]
@@ -120,12 +139,12 @@ def _edges_into(graph: Graph, node_N: np.ndarray, owner_N: np.ndarray) -> tuple[
 
 
 def _rows_needed_by(
-    graph: Graph, other_N: np.ndarray, owner_N: np.ndarray, node_N: np.ndarray, *, graph_rank: int
+    graph: Graph, other_N: np.ndarray, owner_N: np.ndarray, node_N: np.ndarray, place_N: np.ndarray, *, graph_rank: int
 ) -> np.ndarray:
     """Return the own rows that another rank's nodes attend to, ascending."""
     _, source_E = _edges_into(graph, other_N, owner_N)
     needed = _distinct(source_E[owner_N[source_E] == graph_rank], graph.num_nodes)
-    return np.searchsorted(node_N, needed)
+    return np.searchsorted(place_N[node_N], np.sort(place_N[needed]))
 
 
 def _distinct(nodes: np.ndarray, num_nodes: int) -> np.ndarray:
@@ -140,6 +159,7 @@ def build_rank_data(
     encodings: np.ndarray | None,
     owner_N: np.ndarray,
     *,
+    order_N: np.ndarray | None = None,
     graph_rank: int,
     exchanges: frozenset[Exchange],
     degree_buckets: bool,
@@ -154,10 +174,12 @@ def build_rank_data(
     Args:
         encodings: positional encodings of all nodes, [N, columns], or None.
         owner_N: rank of the graph group that owns each node; -1 outside the batch.
+        order_N: all nodes in the plan's order; None for the natural one.
         degree_buckets: whether the model biases scores by degree.
         num_train_rows_of_step: labelled training rows on all ranks, replicas included.
     """
-    local = local_edges(graph, owner_N, graph_rank=graph_rank, num_ranks=num_ranks)
+    local = local_edges(graph, owner_N, graph_rank=graph_rank, num_ranks=num_ranks, order_N=order_N)
+    rows_by_rank = _nodes_by_rank(owner_N, num_ranks, order_N)
     train_row_T = np.flatnonzero(graph.train_mask_N[local.node_N])
     labels_N = np.asarray(graph.labels_N[local.node_N])
     masks = {"train": graph.train_mask_N, "val": graph.val_mask_N, "test": graph.test_mask_N}
@@ -166,8 +188,8 @@ def build_rank_data(
         node_N=_tensor(local.node_N, device),
         dense_NF=_dense_input(graph, encodings, local.node_N, dtype, device),
         sparse=_sparse_input(graph, local.node_N, device),
-        edges={exchange: _edge_graph(local, owner_N, exchange, num_ranks, device) for exchange in exchanges},
-        degree_bucket_E=_tensor(_degree_buckets(graph)[local.source_global_E], device) if degree_buckets else None,
+        edges={exchange: _edge_graph(local, rows_by_rank, len(owner_N), exchange, device) for exchange in exchanges},
+        degree_bucket_E=_tensor(degree_buckets_of(graph)[local.source_global_E], device) if degree_buckets else None,
         layout=ExchangeLayout(
             send_row_S=_tensor(local.send_row_S, device),
             rows_to=local.rows_to,
@@ -184,29 +206,30 @@ def build_rank_data(
 
 
 def _edge_graph(
-    local: LocalEdges, owner_N: np.ndarray, exchange: Exchange, num_ranks: int, device: torch.device
+    local: LocalEdges, rows_by_rank: list[np.ndarray], num_nodes: int, exchange: Exchange, device: torch.device
 ) -> EdgeGraph:
     """Return the edges with sources numbered as an exchange lays the rows out."""
     num_rows = len(local.node_N)
-    row_of_node = np.full(len(owner_N), -1, np.int64)
+    row_of_node = np.full(num_nodes, -1, np.int64)
     match exchange:
         case Exchange.NONE | Exchange.HALO:
             row_of_node[local.node_N] = np.arange(num_rows)
             row_of_node[local.halo_M] = num_rows + np.arange(len(local.halo_M))
             num_sources = num_rows + len(local.halo_M)
         case Exchange.ALL_GATHER:
-            for rank in range(num_ranks):
-                nodes = np.flatnonzero(owner_N == rank)
+            for rank, nodes in enumerate(rows_by_rank):
                 row_of_node[nodes] = rank * local.max_rows + np.arange(len(nodes))
-            num_sources = num_ranks * local.max_rows
-    return EdgeGraph(
+            num_sources = len(rows_by_rank) * local.max_rows
+    edges = EdgeGraph(
         indptr_N1=_tensor(local.indptr_N1, device),
-        source_E=_tensor(row_of_node[local.source_global_E], device),
+        source_E=_tensor(row_of_node[local.source_global_E].astype(np.int32), device),
         num_sources=num_sources,
     )
+    _ = edges.num_edges_of_long_rows  # counted here, and not in the first step that is traced
+    return edges
 
 
-def _degree_buckets(graph: Graph) -> np.ndarray:
+def degree_buckets_of(graph: Graph) -> np.ndarray:
     """Return the bucket of each node's degree: powers of two, the last takes all that is larger."""
     degree_N = np.maximum(np.diff(graph.indptr_N), 1)
     return np.minimum(np.log2(degree_N).astype(np.int64), NUM_DEGREE_BUCKETS - 1)

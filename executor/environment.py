@@ -11,7 +11,7 @@ import torch
 
 from simulator.errors import RunError
 from simulator.specs.cluster import H200, NVLINK4, ClusterSpec, DeviceKind, DeviceSpec, LinkSpec
-from simulator.specs.units import GB, GIGA, MICROSECOND
+from simulator.specs.units import GB, GIGA, KIB, MICROSECOND
 
 # Entries that may differ between a calibration and the run that it is used for.
 _INFORMATIVE = frozenset({"date", "host"})
@@ -80,14 +80,15 @@ def local_cluster(kind: DeviceKind | None = None) -> ClusterSpec:
     if count == 0:
         raise RunError(f"this host has no {kind} device")
     if kind is DeviceKind.CUDA:
-        memory_bytes = torch.cuda.get_device_properties(0).total_memory
+        properties = torch.cuda.get_device_properties(0)
         device = DeviceSpec(
             kind=kind,
             name=device_name(kind),
-            memory_bytes=memory_bytes,
+            memory_bytes=properties.total_memory,
             memory_bandwidth_bytes_per_second=H200.memory_bandwidth_bytes_per_second,
             fp32_flops_per_second=H200.fp32_flops_per_second,
             bf16_flops_per_second=H200.bf16_flops_per_second,
+            cache_bytes=properties.L2_cache_size,
         )
         link = NVLINK4
     else:
@@ -98,11 +99,26 @@ def local_cluster(kind: DeviceKind | None = None) -> ClusterSpec:
             memory_bandwidth_bytes_per_second=10 * GB,
             fp32_flops_per_second=64 * GIGA,
             bf16_flops_per_second=64 * GIGA,
+            cache_bytes=core_cache_bytes(),
         )
         link = LinkSpec(latency_seconds=100 * MICROSECOND, bandwidth_bytes_per_second=1 * GB)
     return ClusterSpec(
         name="local", num_hosts=1, devices_per_host=count, device=device, device_link=link, host_link=link
     )
+
+
+def core_cache_bytes(cache: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
+    """Return a core's share of the last cache before the memory; 0 where the system does not say."""
+    shares = {0: 0}
+    for index in cache.glob("index*"):
+        level, kind, size, sharers = (_read_lines(index / name) for name in ("level", "type", "size", "shared_cpu_map"))
+        if not (level and kind and size and sharers) or kind[0] == "Instruction":
+            continue
+        kilobytes = size[0].removesuffix("K")
+        if kilobytes.isdecimal():
+            num_cores = int(sharers[0].replace(",", ""), 16).bit_count()
+            shares[int(level[0])] = int(kilobytes) * KIB // max(num_cores, 1)
+    return shares[max(shares)]
 
 
 def _read_lines(path: Path) -> list[str]:

@@ -2,7 +2,8 @@
 
 import contextlib
 import zlib
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from executor import operations
 from executor.data import RankData
+from executor.dense import CompiledDense, Dropout, Run, Weights, after_attention, before_attention
 from executor.exchange import exchange_rows
+from executor.keyed import signed
 from executor.record import Recorder
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import NUM_DEGREE_BUCKETS, EdgeBias, ModelSpec
@@ -24,12 +27,19 @@ class ForwardSettings:
 
     Attributes:
         exchange, recompute: of each layer.
-        dropout_seed: text that keys the dropout masks, such as seed and step; None turns dropout off.
+        dropout_word: int32 [] on the device, `keyed.key_word` of seed and step; None turns dropout off.
+        weights: used instead of the model's parameters, by name; None for the parameters.
+        compiled: the dense parts of a layer, compiled; None runs them task by task, as a recorder that is on does too.
+        attend: returns a layer's attention from its weights, q [N, D] and keys and values [N, 2D], on a single rank, in
+            place of attention over the batch's edges (`executor/attend.py`); it is not recorded, and never captured.
     """
 
     exchange: tuple[Exchange, ...]
     recompute: tuple[Recompute, ...]
-    dropout_seed: str | None = None
+    dropout_word: Tensor | None = None
+    weights: Mapping[str, Tensor] | None = None
+    compiled: CompiledDense | None = None
+    attend: Callable[[Mapping[str, Tensor], Tensor, Tensor], Tensor] | None = None
 
 
 class Layer(nn.Module):
@@ -86,6 +96,8 @@ class GraphTransformer(nn.Module):
 
     def forward(self, data: RankData, settings: ForwardSettings) -> Tensor:
         """Return the logits of this rank's nodes, [N, classes], in the precision of `data`."""
+        if settings.weights is None:
+            settings = replace(settings, weights=dict(self.named_parameters()))
         h_ND = self._input(data, settings)
         for index in range(self.model.num_layers):
             if settings.recompute[index] is Recompute.LAYER and torch.is_grad_enabled():
@@ -102,9 +114,9 @@ class GraphTransformer(nn.Module):
                 )
             else:
                 h_ND = self._layer(index, h_ND, data, settings)
-        run, head = self.recorder.run, self.head
-        h_ND = run("head.norm", operations.LAYER_NORM, h_ND, head.norm.weight, head.norm.bias)
-        logits_NC: Tensor = run("head.linear", operations.LINEAR, h_ND, head.linear.weight, head.linear.bias)
+        run, head = self.recorder.run, _weights_of(settings, "head")
+        h_ND = run("head.norm", operations.LAYER_NORM, h_ND, head["norm.weight"], head["norm.bias"])
+        logits_NC: Tensor = run("head.linear", operations.LINEAR, h_ND, head["linear.weight"], head["linear.bias"])
         return logits_NC
 
     def loss(self, logits_NC: Tensor, data: RankData) -> Tensor:
@@ -115,64 +127,60 @@ class GraphTransformer(nn.Module):
         return loss
 
     def _input(self, data: RankData, settings: ForwardSettings) -> Tensor:
-        run = self.recorder.run
+        run, weights = self.recorder.run, _weights_of(settings, "input")
         h_ND = None
         if data.dense_NF is not None:
-            linear = self.input.linear
-            h_ND = run("input.linear", operations.INPUT_LINEAR, data.dense_NF, linear.weight, linear.bias)
+            weight, bias = weights["linear.weight"], weights["linear.bias"]
+            h_ND = run("input.linear", operations.INPUT_LINEAR, data.dense_NF, weight, bias)
         if data.sparse is not None:
-            embedded_ND = run("input.features", operations.SPARSE_LINEAR, data.sparse, self.input.features, data.dtype)
+            embedded_ND = run("input.features", operations.SPARSE_LINEAR, data.sparse, weights["features"], data.dtype)
             h_ND = embedded_ND if h_ND is None else run("input.sum", operations.RESIDUAL, h_ND, embedded_ND)
         assert h_ND is not None, "a graph has features, at least its degrees"
-        return self._dropout("input.dropout", h_ND, data, settings)
+        dropout = self._dropout(data, settings, "input.dropout")
+        return h_ND if dropout is None else dropout.of(h_ND, run, "input.dropout", 0)
 
     def _layer(self, index: int, h_ND: Tensor, data: RankData, settings: ForwardSettings) -> Tensor:
-        h_ND = self._attention(index, h_ND, data, settings)
-        return self._feed_forward(index, h_ND, data, settings)
+        name = f"layer{index}"
+        weights = _weights_of(settings, name)
+        dropout = self._dropout(data, settings, f"{name}.attention_dropout", f"{name}.feed_forward_dropout")
+        compiled = None if self.recorder.is_on else settings.compiled
+        run = self._run_in(name)
+        if compiled is None:
+            q_ND, kv_N2D = before_attention(run, weights, h_ND)
+        else:
+            q_ND, kv_N2D = compiled.before(weights, h_ND)
+        x_ND = self._attention(index, q_ND, kv_N2D, data, settings)
+        if compiled is None:
+            return after_attention(run, weights, h_ND, x_ND, dropout)
+        return compiled.after(weights, h_ND, x_ND, dropout)
 
-    def _attention(self, index: int, h_ND: Tensor, data: RankData, settings: ForwardSettings) -> Tensor:
-        run, name = self.recorder.run, f"layer{index}"
-        layer = self._parameters_of(name)
-        exchange = settings.exchange[index]
-        x_ND = run(
-            f"{name}.attention_norm",
-            operations.LAYER_NORM,
-            h_ND,
-            layer.attention_norm.weight,
-            layer.attention_norm.bias,
-        )
-        q_ND, kv_N2D = run(f"{name}.query_key_value", operations.PROJECTION, x_ND, layer.query_key_value.weight)
+    def _attention(self, index: int, q_ND: Tensor, kv_N2D: Tensor, data: RankData, settings: ForwardSettings) -> Tensor:
+        run, name, exchange = self.recorder.run, f"layer{index}", settings.exchange[index]
+        if settings.attend is not None:
+            return settings.attend(_weights_of(settings, name), q_ND, kv_N2D)
         kv_M2D = exchange_rows(kv_N2D, exchange, data.layout, recorder=self.recorder, layer=name)
         edges = data.edges[exchange]
         bias_EH = None
         if self.model.edge_bias is EdgeBias.DEGREE:
-            bias_EH = run(f"{name}.edge_bias", operations.EDGE_BIAS, layer.edge_bias, data.degree_bucket_E)
-        x_ND = run(f"{name}.attention", operations.ATTENTION, q_ND, kv_M2D, bias_EH, edges, self.model.num_heads)
-        output = layer.attention_output
-        x_ND = run(f"{name}.attention_output", operations.LINEAR, x_ND, output.weight, output.bias)
-        x_ND = self._dropout(f"{name}.attention_dropout", x_ND, data, settings)
-        return run(f"{name}.attention_residual", operations.RESIDUAL, h_ND, x_ND)  # type: ignore[no-any-return]
-
-    def _feed_forward(self, index: int, h_ND: Tensor, data: RankData, settings: ForwardSettings) -> Tensor:
-        run, name = self.recorder.run, f"layer{index}"
-        layer = self._parameters_of(name)
-        norm, up, down = layer.feed_forward_norm, layer.feed_forward_up, layer.feed_forward_down
-        x_ND = run(f"{name}.feed_forward_norm", operations.LAYER_NORM, h_ND, norm.weight, norm.bias)
-        x_NF = run(f"{name}.feed_forward_up", operations.LINEAR, x_ND, up.weight, up.bias)
-        x_NF = run(f"{name}.feed_forward_activation", operations.GELU, x_NF)
-        x_ND = run(f"{name}.feed_forward_down", operations.LINEAR, x_NF, down.weight, down.bias)
-        x_ND = self._dropout(f"{name}.feed_forward_dropout", x_ND, data, settings)
-        return run(f"{name}.feed_forward_residual", operations.RESIDUAL, h_ND, x_ND)  # type: ignore[no-any-return]
-
-    def _parameters_of(self, layer: str) -> Layer:
-        parameters = self.get_submodule(layer)
-        assert isinstance(parameters, Layer), layer
-        return parameters
-
-    def _dropout(self, name: str, x_ND: Tensor, data: RankData, settings: ForwardSettings) -> Tensor:
-        if settings.dropout_seed is None or self.model.dropout_ratio == 0:
-            return x_ND
-        seed = zlib.crc32(f"{settings.dropout_seed}/{name}".encode())
-        return self.recorder.run(  # type: ignore[no-any-return]
-            name, operations.DROPOUT, x_ND, data.node_N, self.model.dropout_ratio, seed
+            table_BH = _weights_of(settings, name)["edge_bias"]
+            bias_EH = run(f"{name}.edge_bias", operations.EDGE_BIAS, table_BH, data.degree_bucket_E)
+        return run(  # type: ignore[no-any-return]
+            f"{name}.attention", operations.ATTENTION, q_ND, kv_M2D, bias_EH, edges, self.model.num_heads
         )
+
+    def _run_in(self, layer: str) -> Run:
+        return lambda task, operation, *arguments: self.recorder.run(f"{layer}.{task}", operation, *arguments)
+
+    def _dropout(self, data: RankData, settings: ForwardSettings, *names: str) -> Dropout | None:
+        """Return the dropout of some tasks, each with a seed of its own; None when it is off."""
+        if settings.dropout_word is None or self.model.dropout_ratio == 0:
+            return None
+        seeds = tuple(settings.dropout_word ^ signed(zlib.crc32(name.encode())) for name in names)
+        return Dropout(ratio=self.model.dropout_ratio, node_N=data.node_N, seeds=seeds)
+
+
+def _weights_of(settings: ForwardSettings, module: str) -> Weights:
+    """Return the weights of one module by their names in it."""
+    assert settings.weights is not None
+    prefix = f"{module}."
+    return {name.removeprefix(prefix): value for name, value in settings.weights.items() if name.startswith(prefix)}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from executor.attention.edges import edge_attention
 from executor.attention.graph import EdgeGraph
+from executor.keyed import mix, signed, threshold
 from simulator.specs.program import TaskKind
 
 
@@ -82,17 +83,16 @@ def _layer_norm(x_ND: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 class _KeyedDropout(torch.autograd.Function):
     """Dropout whose mask depends on a seed, the node's global id and the column, so on no partition.
 
-    A 32-bit mix (two rounds of xor-shift and multiply, constants of MurmurHash3's finaliser, Appleby 2008) of the
-    node's and the column's keys is compared with a threshold.
+    `executor.keyed.mix` of the node's and the column's keys is compared with a threshold. The seed is a number, or an
+    int32 tensor that may change between replays of a CUDA graph.
     """
 
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, node_N: Tensor, ratio: float, seed: int) -> Tensor:
+    def forward(ctx: Any, x_ND: Tensor, node_N: Tensor, ratio: float, seed: int | Tensor) -> Tensor:
         column_D = torch.arange(x_ND.shape[1], dtype=torch.int32, device=x_ND.device)
-        node_bits_N = _mix(node_N.to(torch.int32) ^ _signed(seed))
-        bits_ND = _mix(node_bits_N.unsqueeze(1) ^ _mix(column_D * 2 + 1))
-        threshold = int(ratio * 2**32) - 2**31
-        keep_ND = bits_ND >= threshold
+        node_bits_N = mix(node_N.to(torch.int32) ^ (seed if isinstance(seed, Tensor) else signed(seed)))
+        bits_ND = mix(node_bits_N.unsqueeze(1) ^ mix(column_D * 2 + 1))
+        keep_ND = bits_ND >= threshold(ratio)
         ctx.save_for_backward(keep_ND)  # so that a layer computed again does not keep it
         ctx.factor = 1 / (1 - ratio)
         out_ND: Tensor = x_ND * keep_ND * ctx.factor
@@ -105,20 +105,7 @@ class _KeyedDropout(torch.autograd.Function):
         return grad_ND * keep_ND * ctx.factor, None, None, None
 
 
-def _signed(value: int) -> int:
-    """Return the low 32 bits as a signed number."""
-    return (value + 2**31) % 2**32 - 2**31
-
-
-def _mix(bits: Tensor) -> Tensor:
-    """Return int32 numbers with their bits mixed; int32 products wrap around."""
-    bits = bits * _signed(0x85EBCA6B)
-    bits = bits ^ ((bits >> 13) & 0x7FFFF)
-    bits = bits * _signed(0xC2B2AE35)
-    return bits ^ ((bits >> 16) & 0xFFFF)
-
-
-def _dropout(x_ND: Tensor, node_N: Tensor, ratio: float, seed: int) -> Tensor:
+def _dropout(x_ND: Tensor, node_N: Tensor, ratio: float, seed: int | Tensor) -> Tensor:
     out_ND: Tensor = _KeyedDropout.apply(x_ND, node_N, ratio, seed)  # type: ignore[no-untyped-call]
     return out_ND
 
@@ -132,7 +119,8 @@ def _attention(q_ND: Tensor, kv_M2D: Tensor, edge_bias_EH: Tensor | None, graph:
     head_size = width // num_heads
     q_NHK = q_ND.view(-1, num_heads, head_size)
     k_MHK, v_MHK = kv_M2D.view(-1, 2, num_heads, head_size).unbind(1)
-    return edge_attention(q_NHK, k_MHK, v_MHK, graph, edge_bias_EH=edge_bias_EH).view(-1, width)
+    out_NHK: Tensor = edge_attention(q_NHK, k_MHK, v_MHK, graph, edge_bias=edge_bias_EH)
+    return out_NHK.view(-1, width)
 
 
 def _loss(logits_NC: Tensor, row_T: Tensor, label_T: Tensor, num_labelled: int) -> Tensor:
@@ -173,6 +161,7 @@ ATTENTION = Operation(
         q_ND.shape[0],
         kv_M2D.shape[0],
         graph.num_edges,
+        *graph.num_edges_of_long_rows,
         num_heads,
         q_ND.shape[1] // num_heads,
     ),

@@ -8,7 +8,7 @@ import pickle
 import resource
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,18 @@ from executor.mesh import Place, joined_mesh
 from executor.progress import CountProgress
 from executor.record import Recorder, StepTracer, with_waiting
 from executor.train import Evaluation, Inputs, StepClock, Trainer, require_finite
-from simulator.constraints import violations
+from simulator.constraints import training_violations, violations
 from simulator.errors import PlanError
 from simulator.readers.graphs import open_graph
+from simulator.readers.orders import read_order
 from simulator.readers.partitions import read_partition
-from simulator.specs.cluster import DeviceKind
+from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.decision import PlanFile
 from simulator.specs.files import read_plan, remove_unfinished, write_atomic, write_text_atomic, write_trace
+from simulator.specs.plan import Plan
+from simulator.specs.program import TaskKind
 from simulator.specs.trace import Trace, TraceOrigin
+from simulator.workload import beyond_cache_ratio_of
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +44,7 @@ class PlanRun:
     """A plan file to run, and the folder that gets the results.
 
     Attributes:
-        plan_path: `plan.json`; partition and relative graph paths start at its folder.
+        plan_path: `plan.json`; partition, order and relative graph paths start at its folder.
         out: gets `measured.json` (the trace), `result.json` (losses, accuracies) and `weights.pt` (best by validation).
         quiet: print no progress.
     """
@@ -85,7 +89,8 @@ def run_plans(runs: Sequence[PlanRun]) -> None:
     """
     plans = [(run, read_plan(run.plan_path)) for run in runs]
     for _, file in plans:
-        if found := violations(file.plan, file.graph, file.model, file.cluster):
+        found = violations(file.plan, file.graph, file.model, file.cluster)
+        if found := [*found, *training_violations(file.plan, file.train, file.cluster)]:
             raise PlanError("; ".join(found))
         if file.graph.num_train_nodes == 0:
             path = file.graph.source.path
@@ -141,6 +146,7 @@ def _work_on_plan(run: PlanRun, file: PlanFile, store: Store, rank: int) -> None
         graph=graph,
         part_N=read_partition(file.plan.partition, folder=base, num_nodes=file.graph.num_nodes),
         encodings=positional_encodings(graph, file.graph, file.model, cache_folder()),
+        order_N=read_order(file.plan.order, folder=base, num_nodes=file.graph.num_nodes),
     )
     kind = file.cluster.device.kind
     with joined_mesh(
@@ -159,7 +165,8 @@ def _work_on_plan(run: PlanRun, file: PlanFile, store: Store, rank: int) -> None
         progress = CountProgress("training", "step", file.train.num_steps, quiet=run.quiet or rank > 0)
         result, best_weights = train_loop(trainer, store, progress)
     if rank == 0:
-        _write_result(run.out, result, best_weights)
+        trace = with_cache_ratios(result.trace, file.plan, file.cluster)
+        _write_result(run.out, replace(result, trace=trace), best_weights)
 
 
 def train_loop(trainer: Trainer, store: Store, progress: CountProgress) -> tuple[RunResult, dict[str, Tensor]]:
@@ -224,6 +231,17 @@ def train_loop(trainer: Trainer, store: Store, progress: CountProgress) -> tuple
         trace=trace,
     )
     return result, best_weights
+
+
+def with_cache_ratios(trace: Trace, plan: Plan, cluster: ClusterSpec) -> Trace:
+    """Return a trace whose attentions say, as the plan does, how many gathered rows come from beyond the cache."""
+    spans = tuple(
+        replace(span, beyond_cache_ratio=beyond_cache_ratio_of(plan, span.shape, cluster))
+        if span.kind is TaskKind.ATTENTION
+        else span
+        for span in trace.spans
+    )
+    return replace(trace, spans=spans)
 
 
 def is_better(evaluation: Evaluation, best: Evaluation | None, *, has_val_nodes: bool) -> bool:

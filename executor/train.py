@@ -12,20 +12,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from executor.data import RankData, build_rank_data
+from executor.dense import compiled_dense
+from executor.keyed import key_word
 from executor.mesh import Place
 from executor.model import ForwardSettings, GraphTransformer
 from executor.parallel import FlatGradients
 from executor.record import Recorder
+from executor.step import CapturedFunction, CudaGraphs, cast_weights
 from simulator.errors import RunError
 from simulator.readers.graphs import Graph
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import EdgeBias, ModelSpec
-from simulator.specs.plan import Exchange, Plan, Recompute, batch_parts
+from simulator.specs.plan import Exchange, Plan, Recompute, StepMode, batch_parts
 from simulator.specs.program import Phase, TaskKind
 from simulator.specs.train import TrainSpec
 from simulator.specs.units import Dtype
 from simulator.workload import owned_parts
 
+# Steps before a capture: the first compiles kernels and makes the optimizer's state, the second finds them made.
+_STEP_WARM_UPS, _EVALUATION_WARM_UPS = 2, 1
 TORCH_DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
 
 
@@ -36,11 +41,13 @@ class Inputs:
     Attributes:
         part_N: part of each node.
         encodings: positional encodings, [N, columns], or None.
+        order_N: the nodes in the plan's order; None for the natural one.
     """
 
     graph: Graph
     part_N: np.ndarray
     encodings: np.ndarray | None
+    order_N: np.ndarray | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,23 +81,63 @@ class Trainer:
         torch.manual_seed(train.seed)  # parameters are drawn on the CPU, so alike on every rank and device
         self.model = GraphTransformer(graph, model, recorder).to(place.device)
         self.gradients = FlatGradients(self.model, recorder, place.world, bucket_bytes=plan.gradient_bucket_bytes)
+        # What changes from step to step lies on the device, where a CUDA graph reads it.
+        self.learning_rate = torch.zeros((), device=place.device)
+        self.dropout_word = torch.zeros((), dtype=torch.int32, device=place.device)
+        self._rate_factor = learning_rate_schedule(train)
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=train.learning_rate, weight_decay=train.weight_decay, fused=True
+            self.model.parameters(),
+            lr=self.learning_rate,
+            weight_decay=train.weight_decay,
+            fused=True,
         )
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, learning_rate_schedule(train))
-        self.settings = ForwardSettings(exchange=plan.exchange, recompute=plan.recompute)
+        compiled = compiled_dense() if train.compile_dense else None
+        self.settings = ForwardSettings(exchange=plan.exchange, recompute=plan.recompute, compiled=compiled)
         self._batches: OrderedDict[tuple[int, ...], RankData] = OrderedDict()
         self._evaluation_data: RankData | None = None
+        self._captured: tuple[CapturedFunction, CapturedFunction] | None = None
 
     def step(self, step: int, data: RankData) -> Tensor:
         """Update the parameters once; return the loss of all ranks as a tensor on the device."""
-        settings = replace(self.settings, dropout_seed=f"{self.train_spec.seed}/{step}")
-        logits_NC = self.model(data, settings)
-        loss = self.model.loss(logits_NC, data)
+        self.learning_rate.fill_(self.train_spec.learning_rate * self._rate_factor(step))
+        self.dropout_word.fill_(int(key_word(torch.tensor([self.train_spec.seed, step]))))
+        if self.plan.step_mode is StepMode.CUDA_GRAPH and not self.recorder.is_on:
+            return self._captured_functions()[0]()
+        return self._update_on(data, self.settings)
+
+    def _update_on(self, data: RankData, settings: ForwardSettings) -> Tensor:
+        settings = replace(settings, dropout_word=self.dropout_word)
+        loss = self.model.loss(self.model(data, settings), data)
         loss.backward()
         step_loss = self.gradients.reduce(loss)
         self.update()
         return step_loss
+
+    def _captured_functions(self) -> tuple[CapturedFunction, CapturedFunction]:
+        """Return a step on the whole graph, and which nodes are classified right, as CUDA graphs."""
+        if self._captured is None:
+            data, graphs = self.batch(0), CudaGraphs()
+
+            def settings() -> ForwardSettings:
+                weights = cast_weights(self.model, TORCH_DTYPES[self.plan.precision])
+                return replace(self.settings, weights=weights)
+
+            self._captured = (
+                CapturedFunction(
+                    "a step", lambda: self._update_on(data, settings()), graphs, num_warm_ups=_STEP_WARM_UPS
+                ),
+                CapturedFunction(
+                    "an evaluation",
+                    lambda: self._is_right(data, settings()),
+                    graphs,
+                    num_warm_ups=_EVALUATION_WARM_UPS,
+                ),
+            )
+        return self._captured
+
+    def _is_right(self, data: RankData, settings: ForwardSettings) -> Tensor:
+        logits_NC: Tensor = self.model(data, settings)
+        return logits_NC.argmax(1) == data.label_N
 
     def update(self) -> None:
         """Clip the gradients, move the parameters, forget the gradients."""
@@ -99,8 +146,10 @@ class Trainer:
         with self.recorder.task("clip", TaskKind.CLIP, Phase.UPDATE, shape):
             clip_flat_gradient_(flat, self.train_spec.max_gradient_norm)
         with self.recorder.task("optimizer", TaskKind.OPTIMIZER, Phase.UPDATE, shape):
+            # Fused, it can be captured as it is; torch wants to be told in a capture, and warns outside of one.
+            is_capturing = flat.is_cuda and torch.cuda.is_current_stream_capturing()
+            self.optimizer.param_groups[0]["capturable"] = is_capturing
             self.optimizer.step()
-            self.schedule.step()
             self.gradients.zero()
 
     def batch(self, step: int) -> RankData:
@@ -149,6 +198,7 @@ class Trainer:
             self.inputs.graph,
             self.inputs.encodings,
             owner_of_part[self.inputs.part_N],
+            order_N=self.inputs.order_N,
             graph_rank=graph_rank,
             num_ranks=num_ranks,
             exchanges=exchanges,
@@ -165,12 +215,13 @@ class Trainer:
         data = self._whole_graph()
         exchange = Exchange.HALO if self.plan.num_ranks > 1 else Exchange.NONE
         num_layers = len(self.plan.exchange)
-        if self.plan.is_full_graph:
-            settings = self.settings
+        if self.plan.step_mode is StepMode.CUDA_GRAPH:
+            right_N = self._captured_functions()[1]()
+        elif self.plan.is_full_graph:
+            right_N = self._is_right(data, self.settings)
         else:
             settings = ForwardSettings(exchange=(exchange,) * num_layers, recompute=(Recompute.NONE,) * num_layers)
-        predicted_N = self.model(data, settings).argmax(1)
-        right_N = predicted_N == data.label_N
+            right_N = self._is_right(data, settings)
         counts = [[right_N[rows].sum(), torch.tensor(rows.numel())] for rows in data.mask_rows.values()]
         totals = torch.tensor([[int(right), int(total)] for right, total in counts], device=self.place.device)
         if self.place.world is not None:

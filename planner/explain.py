@@ -3,12 +3,20 @@
 from collections import Counter
 from dataclasses import dataclass
 
+from simulator.specs.decision import PlanFile
+from simulator.specs.order import NodeOrder
 from simulator.specs.plan import Exchange, Plan, Recompute
 from simulator.specs.trace import Trace
 from simulator.specs.units import Dimension, format_quantity
 
 # How most reasons end; a table of many may say it once.
 PER_EPOCH = " on the mean rank in an epoch"
+ORDER_WORDS = {
+    NodeOrder.NATURAL: "natural",
+    NodeOrder.DEGREE: "by degree",
+    NodeOrder.REVERSE_CUTHILL_MCKEE: "Cuthill-McKee",
+    NodeOrder.METIS: "METIS",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,3 +76,23 @@ def reason_lost(best: Breakdown, other: Breakdown) -> str:
     if seconds <= 0:
         return "no slower on the mean rank, but its slowest rank is"
     return f"{format_quantity(seconds, Dimension.SECONDS)} more {activity}{PER_EPOCH}"
+
+
+def order_reason(file: PlanFile) -> str:
+    """Return in a clause why a plan has its order of nodes."""
+    tried = {found.kind: found for found in file.orders}
+    chosen, natural = tried.get(file.plan.order.kind), tried.get(NodeOrder.NATURAL)
+    others = [found for found in file.orders if found.kind is not NodeOrder.NATURAL]
+    if chosen is None or natural is None:
+        return "the only one that [search] allows"
+    if chosen is not natural:
+        change = 100 * (chosen.relative_seconds - 1)
+        missed, missed_naturally = chosen.beyond_cache_bytes, natural.beyond_cache_bytes
+        return f"gathers {change:+.0f} %; {missed:.0f} B an edge miss the cache, not {missed_naturally:.0f} B"
+    if file.cluster.device.cache_bytes == 0:
+        return "cache_bytes of the device is unknown"
+    if not others:
+        return "no other could shorten the gathers enough"
+    best = min(others, key=lambda found: found.relative_seconds)
+    change = 100 * (best.relative_seconds - 1)
+    return f"the best other, {ORDER_WORDS[best.kind]}, changes gathers by {change:+.1f} %"

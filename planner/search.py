@@ -3,13 +3,14 @@
 import logging
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from planner.bounds import lower_bound_seconds
 from planner.explain import Breakdown, breakdown, description, reason_lost
 from planner.objective import epoch_seconds
+from planner.order import beyond_cache_ratio_of_plan, choose_order
 from planner.partition import partition_graph
 from planner.space import candidates
 from simulator.constraints import violations
@@ -23,9 +24,11 @@ from simulator.specs.decision import PlanFile, Prediction, RankedPlan
 from simulator.specs.document import content_sha256
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import ModelSpec
+from simulator.specs.order import OrderSpec
 from simulator.specs.plan import PartitionSpec, Plan
 from simulator.specs.search import SearchSpec
 from simulator.specs.train import TrainSpec
+from simulator.specs.units import Dtype
 from simulator.workload import lower
 
 logger = logging.getLogger(__name__)
@@ -35,8 +38,6 @@ _STEPS_LOOKED_AT = 8
 _TRIALS = 40
 # Runners-up that are told about.
 _RANKED = 10
-
-Partition = Callable[[int], PartitionSpec]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,10 +84,21 @@ def find_plan(
             cuts[num_parts] = partition_graph(graph, num_parts, seed=search.seed, folder=folder)
         return cuts[num_parts]
 
+    cache_ratios: dict[tuple[int, bool, Dtype, OrderSpec], float] = {}
+
+    def with_cache_ratio(plan: Plan) -> Plan:
+        if cluster.device.cache_bytes == 0:
+            return plan  # nobody knows
+        key = (plan.partition.num_parts, plan.is_full_graph, plan.precision, plan.order)
+        if key not in cache_ratios:
+            cache_ratios[key] = beyond_cache_ratio_of_plan(graph, plan, model, cluster.device, folder=folder)
+        return replace(plan, beyond_cache_ratio=cache_ratios[key])
+
     costs = pricing(cluster, calibration)
     rejected: Counter[str] = Counter()
     misfits: list[tuple[int, str]] = []
-    priced = list(_price_all(costs, spec, model, train, search, cut, rejected, misfits, on_progress))
+    plans = map(with_cache_ratio, candidates(model, cluster, search, cut))
+    priced = list(_price_all(costs, spec, model, train, plans, rejected, misfits, on_progress))
     if not priced:
         reasons = "; ".join(f"{reason} ({count})" for reason, count in rejected.most_common(3))
         nearest = f"; the nearest to fitting: {min(misfits)[1]}" if misfits else ""
@@ -94,16 +106,24 @@ def find_plan(
     # Equal predictions go to the plan on fewer ranks, which came first.
     priced.sort(key=lambda found: found.epoch_seconds)
     best, others = priced[0], priced[1:]
+    order, orders = choose_order(
+        graph, best.plan, model, cluster.device, search, folder=folder, on_progress=on_progress
+    )
+    chosen = best
+    if order != best.plan.order:
+        ordered = with_cache_ratio(replace(best.plan, order=order))
+        chosen = _simulated(costs, ordered, spec, model, train, best.memory)
     return PlanFile(
         graph=spec,
         model=model,
         cluster=cluster,
         train=train,
-        plan=best.plan,
-        prediction=_prediction(costs, spec, model, train, best),
+        plan=chosen.plan,
+        prediction=_prediction(costs, spec, model, train, chosen),
         ranking=tuple(_ranked(best, other) for other in others[:_RANKED]),
         rejected=tuple(rejected.most_common()),
         calibration_sha256=content_sha256(calibration),
+        orders=orders,
     )
 
 
@@ -112,15 +132,14 @@ def _price_all(
     spec: GraphSpec,
     model: ModelSpec,
     train: TrainSpec,
-    search: SearchSpec,
-    cut: Partition,
+    plans: Iterable[Plan],
     rejected: Counter[str],
     misfits: list[tuple[int, str]],
     on_progress: Callable[[str], None],
 ) -> Iterator[_Priced]:
     """Yield the candidates that could win, and count the others by reason."""
     best_seconds = float("inf")
-    for plan in candidates(model, costs.cluster, search, cut):
+    for plan in plans:
         if found := violations(plan, spec, model, costs.cluster):
             rejected.update(found[:1])
             continue
@@ -136,17 +155,25 @@ def _price_all(
             rejected["cannot come within twice the best epoch: its busiest rank alone computes longer"] += 1
             continue
         on_progress(f"simulating {description(plan)}")
-        traces = [simulate_with(costs, plan, spec, model, step=step, seed=train.seed) for step in steps]
-        seconds = tuple(trace.median_step_seconds for trace in traces)
-        found_epoch = epoch_seconds(plan, seconds)
-        best_seconds = min(best_seconds, found_epoch)
-        yield _Priced(
-            plan=plan,
-            step_seconds=seconds,
-            epoch_seconds=found_epoch,
-            breakdown=breakdown(plan, traces[0]),
-            memory=memory,
-        )
+        priced = _simulated(costs, plan, spec, model, train, memory)
+        best_seconds = min(best_seconds, priced.epoch_seconds)
+        yield priced
+
+
+def _simulated(
+    costs: Pricing, plan: Plan, spec: GraphSpec, model: ModelSpec, train: TrainSpec, memory: tuple[RankMemory, ...]
+) -> _Priced:
+    """Return a plan with its steps simulated."""
+    steps = range(min(plan.steps_per_epoch, _STEPS_LOOKED_AT))
+    traces = [simulate_with(costs, plan, spec, model, step=step, seed=train.seed) for step in steps]
+    seconds = tuple(trace.median_step_seconds for trace in traces)
+    return _Priced(
+        plan=plan,
+        step_seconds=seconds,
+        epoch_seconds=epoch_seconds(plan, seconds),
+        breakdown=breakdown(plan, traces[0]),
+        memory=memory,
+    )
 
 
 def _prediction(costs: Pricing, spec: GraphSpec, model: ModelSpec, train: TrainSpec, best: _Priced) -> Prediction:

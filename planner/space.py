@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
+from simulator.constraints import step_mode_of
 from simulator.specs.cluster import ClusterSpec
 from simulator.specs.model import ModelSpec
 from simulator.specs.plan import Exchange, PartitionSpec, Plan
@@ -30,6 +31,8 @@ def candidates(
         for data_parallel_degree, graph_parallel_degree, num_parts in _meshes(num_ranks, search):
             cut = partition(num_parts)
             exchanges = search.exchanges if graph_parallel_degree > 1 else (Exchange.NONE,)
+            is_full_graph = num_parts == graph_parallel_degree
+            step_mode = step_mode_of(num_ranks=num_ranks, is_full_graph=is_full_graph, cluster=cluster)
             for exchange in exchanges:
                 for recompute in search.recomputes:
                     for precision in search.precisions:
@@ -41,6 +44,7 @@ def candidates(
                             exchange=(exchange,) * model.num_layers,
                             recompute=(recompute,) * model.num_layers,
                             precision=precision,
+                            step_mode=step_mode,
                         )
 
 

@@ -24,6 +24,7 @@ _SHORTEST_SECONDS = 1e-7
 
 Sample = TypeVar("Sample", ComputeSample, CollectiveSample)
 _ComputeKey = tuple[TaskKind, Phase, Dtype, int]
+_Point = tuple[tuple[int, ...], float | None]  # shape and share of rows from beyond the cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +79,8 @@ def recalibrate(
 def _recalibrated_computes(
     calibration: Calibration, cluster: ClusterSpec, runs: Sequence[MeasuredRun]
 ) -> tuple[tuple[ComputeSample, ...], list[Correction]]:
-    spans: dict[_ComputeKey, dict[tuple[int, ...], list[Span]]] = defaultdict(lambda: defaultdict(list))
-    names: dict[tuple[_ComputeKey, tuple[int, ...]], str] = {}
+    spans: dict[_ComputeKey, dict[_Point, list[Span]]] = defaultdict(lambda: defaultdict(list))
+    names: dict[tuple[_ComputeKey, _Point], str] = {}
     for run in runs:
         # GPUs share nothing that compute tasks need, so every run says the same of them.
         is_shared = cluster.device.kind is DeviceKind.CPU
@@ -88,37 +89,40 @@ def _recalibrated_computes(
             if not span.kind.is_collective and span.busy_seconds > _SHORTEST_SECONDS:
                 phase: Phase = Phase.FORWARD if span.phase is Phase.RECOMPUTE else span.phase
                 key = (span.kind, phase, span.dtype, busy)
-                spans[key][span.shape].append(span)
-                names[key, span.shape] = run.name
+                point = (span.shape, span.beyond_cache_ratio)
+                spans[key][point].append(span)
+                names[key, point] = run.name
     samples = list(calibration.computes)
     corrections = []
-    for key, by_shape in sorted(spans.items()):
-        num_spans = sum(map(len, by_shape.values()))
+    for key, by_point in sorted(spans.items(), key=lambda pair: pair[0]):
+        num_spans = sum(map(len, by_point.values()))
         if num_spans < _MIN_SPANS:
             continue
         kind, phase, dtype, busy = key
         label = f"{kind} {phase} {dtype}" + (f", {busy} devices busy" if busy > 1 else "")
-        factor = statistics.median(_ratios(calibration, key, by_shape))
+        factor = statistics.median(_ratios(calibration, key, by_point))
         corrections.append(Correction(label=label, num_spans=num_spans, factor=factor))
-        measured = [_sample_of_spans(key, shape, found, names[key, shape]) for shape, found in by_shape.items()]
+        measured = [_sample_of_spans(key, point, found, names[key, point]) for point, found in by_point.items()]
         samples = [
             sample
             for sample in samples
-            if not (sample.is_from_trace and _key_of(sample) == key and sample.shape in by_shape)
+            if not (
+                sample.is_from_trace
+                and _key_of(sample) == key
+                and (sample.shape, sample.beyond_cache_ratio) in by_point
+            )
         ]
         samples.extend(measured)
     return tuple(samples), corrections
 
 
-def _ratios(
-    calibration: Calibration, key: _ComputeKey, by_shape: Mapping[tuple[int, ...], Sequence[Span]]
-) -> list[float]:
+def _ratios(calibration: Calibration, key: _ComputeKey, by_point: Mapping[_Point, Sequence[Span]]) -> list[float]:
     """Return measured over predicted of each span."""
     kind, phase, dtype, busy = key
     costs = ComputeCosts(calibration, busy_devices=busy)
     return [
-        span.busy_seconds / costs.price(_task(kind, phase, dtype, shape)).device_seconds
-        for shape, found in by_shape.items()
+        span.busy_seconds / costs.price(_task(kind, phase, dtype, shape, beyond_cache_ratio=ratio)).device_seconds
+        for (shape, ratio), found in by_point.items()
         for span in found
     ]
 
@@ -127,8 +131,9 @@ def _key_of(sample: ComputeSample) -> _ComputeKey:
     return sample.kind, sample.phase, sample.dtype, sample.busy_devices
 
 
-def _sample_of_spans(key: _ComputeKey, shape: tuple[int, ...], spans: Sequence[Span], name: str) -> ComputeSample:
+def _sample_of_spans(key: _ComputeKey, point: _Point, spans: Sequence[Span], name: str) -> ComputeSample:
     kind, phase, dtype, busy = key
+    shape, beyond_cache_ratio = point
     ordered = sorted(span.busy_seconds for span in spans)
     return ComputeSample(
         kind=kind,
@@ -142,6 +147,7 @@ def _sample_of_spans(key: _ComputeKey, shape: tuple[int, ...], spans: Sequence[S
         host_seconds=0.0,  # a profiler slows the host down, so launching is left to microbenchmarks
         origin=f"trace {name}",
         is_from_trace=True,
+        beyond_cache_ratio=beyond_cache_ratio,
     )
 
 
@@ -200,5 +206,22 @@ def _scaled(sample: Sample, factor: float) -> Sample:
     )
 
 
-def _task(kind: TaskKind, phase: Phase, dtype: Dtype, shape: tuple[int, ...], group: tuple[int, ...] = ()) -> Task:
-    return Task(name="", kind=kind, phase=phase, shape=shape, dtype=dtype, stream=Stream.COMPUTE, group=group)
+def _task(
+    kind: TaskKind,
+    phase: Phase,
+    dtype: Dtype,
+    shape: tuple[int, ...],
+    *,
+    group: tuple[int, ...] = (),
+    beyond_cache_ratio: float | None = None,
+) -> Task:
+    return Task(
+        name="",
+        kind=kind,
+        phase=phase,
+        shape=shape,
+        dtype=dtype,
+        stream=Stream.COMPUTE,
+        group=group,
+        beyond_cache_ratio=beyond_cache_ratio,
+    )

@@ -1,9 +1,10 @@
 """Why a plan cannot run here, in sentences."""
 
-from simulator.specs.cluster import ClusterSpec
+from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import ModelSpec
-from simulator.specs.plan import Exchange, Plan
+from simulator.specs.plan import Exchange, Plan, StepMode
+from simulator.specs.train import TrainSpec
 
 
 def violations(plan: Plan, graph: GraphSpec, model: ModelSpec, cluster: ClusterSpec) -> list[str]:
@@ -11,7 +12,25 @@ def violations(plan: Plan, graph: GraphSpec, model: ModelSpec, cluster: ClusterS
 
     Memory is not judged here but by `simulator/memory.py`.
     """
-    return [*_mesh_violations(plan, graph, cluster), *_batch_violations(plan), *_layer_violations(plan, model)]
+    return [
+        *_mesh_violations(plan, graph, cluster),
+        *_batch_violations(plan),
+        *_layer_violations(plan, model),
+        *_step_violations(plan, cluster),
+    ]
+
+
+def training_violations(plan: Plan, train: TrainSpec, cluster: ClusterSpec) -> list[str]:
+    """Say why `plan` cannot be trained with these settings here, one sentence a reason; empty if it can."""
+    found = []
+    if train.compile_dense and cluster.device.kind is not DeviceKind.CUDA:
+        found.append(f"train.compile_dense must be false on devices of kind {cluster.device.kind}: it is for cuda")
+    if train.compile_dense and not plan.is_full_graph:
+        found.append(
+            "train.compile_dense must be false when batches are clusters: their shapes differ, and each would be "
+            "compiled for itself"
+        )
+    return found
 
 
 def _mesh_violations(plan: Plan, graph: GraphSpec, cluster: ClusterSpec) -> list[str]:
@@ -65,4 +84,27 @@ def _layer_violations(plan: Plan, model: ModelSpec) -> list[str]:
             )
         if not several and exchange is not Exchange.NONE:
             found.append(f"exchange[{index}] must be none when {plan.graph_parallel_degree=}, got {exchange}")
+    return found
+
+
+def step_mode_of(*, num_ranks: int, is_full_graph: bool, cluster: ClusterSpec) -> StepMode:
+    """Return the fastest way to launch the steps of a plan that it may have."""
+    # A replay repeats shapes and addresses, so batches must not change; collectives are not captured yet.
+    fits = num_ranks == 1 and is_full_graph and cluster.device.kind is DeviceKind.CUDA
+    return StepMode.CUDA_GRAPH if fits else StepMode.EAGER
+
+
+def _step_violations(plan: Plan, cluster: ClusterSpec) -> list[str]:
+    if plan.step_mode is StepMode.EAGER:
+        return []
+    found = []
+    if cluster.device.kind is not DeviceKind.CUDA:
+        found.append(f"step_mode must be eager on devices of kind {cluster.device.kind}, got {plan.step_mode}")
+    if plan.num_ranks > 1:
+        found.append(f"step_mode must be eager when {plan.num_ranks=}, got {plan.step_mode}")
+    if not plan.is_full_graph:
+        found.append(
+            f"step_mode must be eager when {plan.parts_per_batch=} of {plan.partition.num_parts=}, got "
+            f"{plan.step_mode}: the shapes of batches differ"
+        )
     return found

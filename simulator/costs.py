@@ -1,10 +1,11 @@
 """Seconds of one compute task on one device, from measured samples.
 
 For each kind, phase and number format, and for each number of busy devices that was measured, the cost is a line
-plus a correction. The line is `a + b * flops + c * bytes` with coefficients that are not negative, fitted to the
-relative error of the microbenchmarks. The correction is the logarithm of measured over line, interpolated between
-samples in the space of log shapes, so a task of a measured shape costs what was measured, and far from all samples the
-line alone counts, scaled like the nearest of them. Where traces of real steps tell otherwise, that cost is multiplied
+plus a correction. The line is `a + b * flops + c * bytes`, for attention one in the counts that decide its time
+(`attention_features`), with coefficients that are not negative, fitted to the relative error of the microbenchmarks.
+The correction is the logarithm of measured over line, interpolated between samples in the space of log shapes, so a
+task of a measured shape costs what was measured, and far from all samples the line alone counts, scaled like the
+nearest of them. Where traces of real steps tell otherwise, that cost is multiplied
 by what they say of shapes like the task's, and far from all their shapes by their median.
 """
 
@@ -24,10 +25,14 @@ from simulator.specs.program import Phase, Task, TaskKind
 from simulator.specs.units import Dtype
 
 _Key = tuple[TaskKind, Phase, Dtype]
+_Point = tuple[tuple[int, ...], float | None]  # shape and share of rows from beyond the cache
+_Work = Task | ComputeSample
 # Distances in log shape, where a factor of e in one count is a distance of one: a trace nearer than the first has its
 # own way, and one farther than the second says less of a shape than the median of all.
 _NEAR_DISTANCE = 0.02
 _DOUBT_DISTANCE = 1.5
+# Distance between attentions that differ in a share of edges or rows as much as they can.
+_SHARE_DISTANCE = 2.0
 
 
 def task_flops(kind: TaskKind, phase: Phase, shape: tuple[int, ...]) -> float:
@@ -42,7 +47,7 @@ def task_flops(kind: TaskKind, phase: Phase, shape: tuple[int, ...]) -> float:
             _, entries, _, columns_out = shape
             return 2.0 * entries * columns_out
         case TaskKind.ATTENTION:
-            _, _, edges, heads, head_size = shape
+            _, _, edges, _, _, heads, head_size = shape
             return factor * 4 * edges * heads * head_size
         case _:
             return 0.0
@@ -61,7 +66,7 @@ def task_bytes(kind: TaskKind, phase: Phase, shape: tuple[int, ...], dtype: Dtyp
             written = columns_in if phase is Phase.BACKWARD else rows
             return 4.0 * columns_out * (entries + written) + 12.0 * entries
         case TaskKind.ATTENTION:
-            targets, sources, edges, heads, head_size = shape
+            targets, sources, edges, _, _, heads, head_size = shape
             return size * heads * head_size * (2 * targets + 2 * sources + 2 * edges) + 8.0 * edges
         case TaskKind.LOSS:
             rows, labelled, columns = shape
@@ -80,12 +85,12 @@ def task_bytes(kind: TaskKind, phase: Phase, shape: tuple[int, ...], dtype: Dtyp
 class _Law:
     """One kind's cost under one number of busy devices."""
 
-    coefficients: NDArray[np.float64]  # seconds, per flop, per byte
-    log_shapes: NDArray[np.float64]  # [samples, counts]
+    coefficients: NDArray[np.float64]  # seconds a feature
+    places: NDArray[np.float64]  # [samples, logarithms of counts and what else tells tasks apart]
     log_ratios: NDArray[np.float64]  # measured over line
     log_spreads: NDArray[np.float64]  # half of log(high / low)
     host_seconds: float
-    traced_log_shapes: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 1)))
+    traced_places: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 1)))
     traced_log_ratios: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))  # traced over the law's cost
 
 
@@ -104,7 +109,7 @@ class ComputeCosts:
         self._laws: dict[_Key, _Law] = {}
         for key, by_busy in groups.items():
             self._laws[key] = _law(by_busy, busy_devices)
-        self._priced: dict[tuple[_Key, tuple[int, ...]], tuple[TaskCost, float]] = {}
+        self._priced: dict[tuple[_Key, _Point], tuple[TaskCost, float]] = {}
 
     def price(self, task: Task) -> TaskCost:
         """Return what a task costs.
@@ -122,14 +127,15 @@ class ComputeCosts:
         # A layer computed again costs what it cost forward.
         phase = Phase.FORWARD if task.phase is Phase.RECOMPUTE else task.phase
         key = (task.kind, phase, task.dtype)
-        if (key, task.shape) not in self._priced:
+        point = _point(task)
+        if (key, point) not in self._priced:
             if key not in self._laws:
                 raise CalibrationError(
                     f"the calibration of {self._device_name} has no samples of {task.kind} {phase} in {task.dtype}: "
                     "calibrate again with `graphpilot calibrate`"
                 )
-            self._priced[key, task.shape] = _evaluate(self._laws[key], task.kind, phase, task.shape, task.dtype)
-        return self._priced[key, task.shape]
+            self._priced[key, point] = _evaluate(self._laws[key], task)
+        return self._priced[key, point]
 
 
 def _law(by_busy: dict[int, list[ComputeSample]], busy_devices: int) -> _Law:
@@ -145,10 +151,10 @@ def _law(by_busy: dict[int, list[ComputeSample]], busy_devices: int) -> _Law:
     traced = list(_merge(sample for sample in by_busy.get(busy_devices, ()) if sample.is_from_trace))
     if not traced:
         return law
-    priced = [_evaluate(law, s.kind, s.phase, s.shape, s.dtype)[0].device_seconds for s in traced]
+    priced = [_evaluate(law, sample)[0].device_seconds for sample in traced]
     return replace(
         law,
-        traced_log_shapes=np.array([_log_shape(s.shape) for s in traced]),
+        traced_places=np.array([_place(sample) for sample in traced]),
         traced_log_ratios=np.log([s.seconds / seconds for s, seconds in zip(traced, priced, strict=True)]),
     )
 
@@ -156,7 +162,7 @@ def _law(by_busy: dict[int, list[ComputeSample]], busy_devices: int) -> _Law:
 def _fit(samples: list[ComputeSample]) -> _Law:
     """Fit line and corrections to the samples of one kind; samples of one shape are merged by their median."""
     merged = list(_merge(samples))
-    features = np.array([_features(s.kind, s.phase, s.shape, s.dtype) for s in merged])
+    features = np.array([_features(sample) for sample in merged])
     seconds = np.array([s.seconds for s in merged])
     # Relative error: each row divided by what was measured. Columns are scaled, since nnls is not scale free.
     scale = features.max(axis=0, initial=1e-30)
@@ -165,7 +171,7 @@ def _fit(samples: list[ComputeSample]) -> _Law:
     line = features @ coefficients
     return _Law(
         coefficients=coefficients,
-        log_shapes=np.array([_log_shape(s.shape) for s in merged]),
+        places=np.array([_place(sample) for sample in merged]),
         log_ratios=np.log(seconds / line),
         log_spreads=np.array([0.5 * math.log(s.high_seconds / s.low_seconds) for s in merged]),
         host_seconds=float(np.median([s.host_seconds for s in merged])),
@@ -173,41 +179,91 @@ def _fit(samples: list[ComputeSample]) -> _Law:
 
 
 def _merge(samples: Iterable[ComputeSample]) -> Iterable[ComputeSample]:
-    by_shape: dict[tuple[int, ...], list[ComputeSample]] = defaultdict(list)
+    by_point: dict[_Point, list[ComputeSample]] = defaultdict(list)
     for sample in samples:
-        by_shape[sample.shape].append(sample)
-    for found in by_shape.values():
+        by_point[_point(sample)].append(sample)
+    for found in by_point.values():
         found.sort(key=lambda sample: sample.seconds)
         yield found[len(found) // 2]
 
 
-def _evaluate(law: _Law, kind: TaskKind, phase: Phase, shape: tuple[int, ...], dtype: Dtype) -> tuple[TaskCost, float]:
-    line = float(np.dot(_features(kind, phase, shape, dtype), law.coefficients))
-    distances = np.linalg.norm(law.log_shapes - _log_shape(shape), axis=1)
+def _evaluate(law: _Law, work: _Work) -> tuple[TaskCost, float]:
+    line = float(np.dot(_features(work), law.coefficients))
+    place = _place(work)
+    distances = np.linalg.norm(law.places - place, axis=1)
     # Inverse-distance weights (Shepard, 1968) of the fourth power: exact at the samples, local between them.
     weights = 1 / (distances + 1e-6) ** 4
     weights /= weights.sum()
-    device_seconds = line * math.exp(float(weights @ law.log_ratios) + _traced_log_ratio(law, shape))
+    device_seconds = line * math.exp(float(weights @ law.log_ratios) + _traced_log_ratio(law, place))
     return TaskCost(host_seconds=law.host_seconds, device_seconds=device_seconds), float(weights @ law.log_spreads)
 
 
-def _traced_log_ratio(law: _Law, shape: tuple[int, ...]) -> float:
-    """Return what traces say of shapes like this one: their mean by inverse squared distance in log shape.
+def _traced_log_ratio(law: _Law, place: NDArray[np.float64]) -> float:
+    """Return what traces say of tasks near this place: their mean by inverse squared distance.
 
     Their median counts as if it had been measured at the distance `_DOUBT_DISTANCE`.
     """
     if law.traced_log_ratios.size == 0:
         return 0.0
-    distances = np.linalg.norm(law.traced_log_shapes - _log_shape(shape), axis=1)
+    distances = np.linalg.norm(law.traced_places - place, axis=1)
     weights = 1 / (distances + _NEAR_DISTANCE) ** 2
     doubt = 1 / _DOUBT_DISTANCE**2
     total = float(weights @ law.traced_log_ratios) + doubt * float(np.median(law.traced_log_ratios))
     return total / (float(weights.sum()) + doubt)
 
 
-def _features(kind: TaskKind, phase: Phase, shape: tuple[int, ...], dtype: Dtype) -> tuple[float, float, float]:
+def _features(work: _Work) -> tuple[float, ...]:
+    """Return what a line is fitted to."""
+    kind, phase, shape, dtype = work.kind, work.phase, work.shape, work.dtype
+    if kind is TaskKind.ATTENTION:
+        return attention_features(phase, shape, dtype, _beyond_cache_ratio(work))
     return 1.0, task_flops(kind, phase, shape), task_bytes(kind, phase, shape, dtype)
 
 
-def _log_shape(shape: tuple[int, ...]) -> NDArray[np.float64]:
-    return np.log1p(np.array(shape, dtype=np.float64))
+def attention_features(
+    phase: Phase, shape: tuple[int, ...], dtype: Dtype, beyond_cache_ratio: float
+) -> tuple[float, ...]:
+    """Return the counts that decide the time of attention.
+
+    Forward passes over the edges of each target, which gathers rows of keys and values; backward also over those of
+    each source, which gathers rows of queries and gradients with two fp32 numbers a head. Rows cost for themselves, and
+    so do edges; gathered bytes cost otherwise in long rows than in short ones, and more where they come from beyond the
+    cache.
+
+    Returns:
+        One; rows, rows times heads and their bytes; edges, edges times heads and their bytes in short rows, in long
+        rows and from beyond the cache.
+    """
+    targets, sources, edges, edges_of_long_targets, edges_of_long_sources, heads, head_size = shape
+    row_bytes = heads * head_size * dtype.num_bytes
+    passes = [(edges_of_long_targets, 2 * row_bytes)]
+    rows, moved_rows = targets, 2 * targets
+    if phase is Phase.BACKWARD:
+        passes.append((edges_of_long_sources, 2 * row_bytes + 8 * heads))
+        rows, moved_rows = targets + sources, 4 * (targets + sources)
+    num_edges = edges * len(passes)
+    long_bytes = sum(long_edges * gathered_bytes for long_edges, gathered_bytes in passes)
+    short_bytes = sum((edges - long_edges) * gathered_bytes for long_edges, gathered_bytes in passes)
+    return (
+        *(1.0, rows, rows * heads, moved_rows * row_bytes),
+        *(num_edges, num_edges * heads, short_bytes, long_bytes, beyond_cache_ratio * (short_bytes + long_bytes)),
+    )
+
+
+def _beyond_cache_ratio(work: _Work) -> float:
+    """Return the share of rows from beyond the cache; all where nothing is known of it."""
+    return 1.0 if work.beyond_cache_ratio is None else work.beyond_cache_ratio
+
+
+def _point(work: _Work) -> _Point:
+    return work.shape, work.beyond_cache_ratio
+
+
+def _place(work: _Work) -> NDArray[np.float64]:
+    """Return where a task lies among its likes; shares lie near one another where counts of none and few do not."""
+    if work.kind is not TaskKind.ATTENTION:
+        return np.log1p(np.array(work.shape, dtype=np.float64))
+    targets, sources, edges, edges_of_long_targets, edges_of_long_sources, heads, head_size = work.shape
+    long_ratios = [long_edges / max(edges, 1) for long_edges in (edges_of_long_targets, edges_of_long_sources)]
+    counts = np.log1p(np.array([targets, sources, edges, heads, head_size], dtype=np.float64))
+    return np.concatenate([counts, _SHARE_DISTANCE * np.array([*long_ratios, _beyond_cache_ratio(work)])])

@@ -190,6 +190,7 @@ class _Rank:
             host_seconds=self._costs[index].host_seconds,
             dtype=task.dtype,
             group=task.group,
+            beyond_cache_ratio=task.beyond_cache_ratio,
         )
 
 

@@ -11,6 +11,7 @@ from simulator.workload import PARAMETER_BYTES, RankWork, num_input_columns, num
 
 INDEX_BYTES = 8  # torch's indices are int64
 SCORE_BYTES = 4  # softmax is fp32
+EDGE_BYTES = 3 * 4  # source of an edge by target, and in the transpose its target and its place by target, int32
 # Beside torch's allocator: CUDA context and NCCL buffers hold 2.5 GB on an H200 with torch 2.11 (DESIGN.md section 7);
 # a process with torch, PyG and SciPy imported holds about 0.5 GB on a CPU (resident size before the first tensor).
 CONTEXT_BYTES = {DeviceKind.CUDA: 2_500_000_000, DeviceKind.CPU: 500_000_000}
@@ -84,7 +85,7 @@ def _rank_memory(
     # While a layer is computed again, all that it saves is there once more.
     again = max((kept[layer] for layer in layers if plan.recompute[layer] is Recompute.LAYER), default=0)
     activations = sum(saved) + _head_bytes(plan, graph, model, work)
-    workspace = again + max(_workspace_bytes(plan, model, work, exchange, kind) for exchange in plan.exchange)
+    workspace = again + max(_workspace_bytes(plan, model, work, exchange) for exchange in plan.exchange)
     exchange = Exchange.HALO if plan.num_ranks > 1 else Exchange.NONE
     evaluation = 0 if plan.is_full_graph else _layer_bytes(plan, model, whole, exchange, kind)
     return (
@@ -112,6 +113,8 @@ def _evaluation_work(plan: Plan, rank: int) -> RankWork:
     return RankWork(
         num_rows=sum(part.num_nodes for part in parts),
         num_edges=sum(part.num_edges for part in parts),
+        num_edges_of_long_targets=sum(sum(part.edges_of_long_targets_from) for part in parts),
+        num_edges_of_long_sources=sum(sum(part.edges_of_long_sources_from) for part in parts),
         num_feature_entries=sum(part.num_feature_entries for part in parts),
         num_train_rows=sum(part.num_train_nodes for part in parts),
         rows_to=(),
@@ -136,38 +139,32 @@ def _input_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec, work: RankWork)
     # CSR and its transpose: an index and a number an entry, twice.
     sparse = 2 * work.num_feature_entries * (INDEX_BYTES + 4)
     layouts = len(set(plan.exchange))
-    edges = work.num_edges * INDEX_BYTES * (2 * layouts + (model.edge_bias is not EdgeBias.NONE))
+    edges = work.num_edges * (EDGE_BYTES * layouts + INDEX_BYTES * (model.edge_bias is not EdgeBias.NONE))
     return dense + sparse + edges + 4 * work.num_rows * INDEX_BYTES
 
 
 def _layer_bytes(plan: Plan, model: ModelSpec, work: RankWork, exchange: Exchange, kind: DeviceKind) -> int:
     """Return what autograd saves of one layer.
 
-    Of rows times width: two layer inputs, two norm outputs and the attention's output, its fp32 sums, and two
-    dropout masks of a byte. Of rows times the feed-forward width: the activation's input and output. Attention on GPUs
-    keeps gathered queries, keys and values of edges times width and exponentials of edges times heads; on CPUs it
-    keeps queries, keys and values of rows and a number of each row and head.
+    Of rows times width: two layer inputs, two norm outputs and the attention's output, and two dropout masks of a byte.
+    Of rows times the feed-forward width: the activation's input and output. Attention keeps queries, keys and values of
+    rows and a number of each row and head; on GPUs also what rounding took from an output of 16 bits.
     """
     rows, width, size = work.num_rows, model.width, _size(plan)
     masks = 2 * rows * width * (model.dropout_ratio > 0)
-    dense = rows * (5 * width + 2 * model.feed_forward_width) * size + rows * width * SCORE_BYTES + masks
-    if kind is DeviceKind.CUDA:
-        return dense + work.num_edges * (3 * width * size + model.num_heads * SCORE_BYTES)
+    dense = rows * (5 * width + 2 * model.feed_forward_width) * size + masks
+    rest = rows * width * size if kind is DeviceKind.CUDA and size < SCORE_BYTES else 0
     rows_attended = work.num_source_rows(exchange)
-    return dense + (rows + 2 * rows_attended) * width * size + rows * model.num_heads * SCORE_BYTES
+    return dense + (rows + 2 * rows_attended) * width * size + rows * model.num_heads * SCORE_BYTES + rest
 
 
-def _workspace_bytes(plan: Plan, model: ModelSpec, work: RankWork, exchange: Exchange, kind: DeviceKind) -> int:
+def _workspace_bytes(plan: Plan, model: ModelSpec, work: RankWork, exchange: Exchange) -> int:
     """Return what the largest task holds beside what is saved: the backward pass of attention.
 
-    Gradients of queries, keys and values of rows in fp32; on GPUs also of messages and of the gathered rows of edges
-    times width.
+    Gradients of queries, keys and values of rows, and two numbers of each row and head.
     """
     sources = work.num_source_rows(exchange)
-    rows = (work.num_rows + 2 * sources) * model.width * SCORE_BYTES
-    if kind is DeviceKind.CPU:
-        return rows
-    return rows + work.num_edges * model.width * (SCORE_BYTES + 2 * _size(plan))
+    return (work.num_rows + 2 * sources) * model.width * _size(plan) + 2 * work.num_rows * model.num_heads * SCORE_BYTES
 
 
 def _head_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec, work: RankWork) -> int:

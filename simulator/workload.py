@@ -24,6 +24,8 @@ class RankWork:
     Attributes:
         num_rows: nodes that it owns.
         num_edges: edges into them from nodes of its batch.
+        num_edges_of_long_targets: of these edges, those of targets with more than `MAX_SHORT_EDGES` of them.
+        num_edges_of_long_sources: those of sources with more than so many.
         num_feature_entries: stored entries of their sparse features.
         num_train_rows: of its nodes, those that the loss uses.
         rows_to: rows that it sends to each rank of its graph group in a halo exchange.
@@ -33,6 +35,8 @@ class RankWork:
 
     num_rows: int
     num_edges: int
+    num_edges_of_long_targets: int
+    num_edges_of_long_sources: int
     num_feature_entries: int
     num_train_rows: int
     rows_to: tuple[int, ...]
@@ -73,6 +77,11 @@ def _work_of_rank(plan: Plan, batch: tuple[int, ...], graph_rank: int) -> RankWo
     return RankWork(
         num_rows=sum(parts[part].num_nodes for part in mine),
         num_edges=sum(parts[part].edges_from[source] for part in mine for source in batch),
+        num_edges_of_long_targets=_edges_of_long_targets(plan, batch, mine),
+        # Too few where one rank owns several parts: a source's edges into each of them count apart.
+        num_edges_of_long_sources=sum(
+            parts[part].edges_of_long_sources_from[source] for part in mine for source in batch
+        ),
         num_feature_entries=sum(parts[part].num_feature_entries for part in mine),
         num_train_rows=sum(parts[part].num_train_nodes for part in mine),
         # A graph group has one part a rank, so the halo of a pair of ranks is that of a pair of parts.
@@ -80,6 +89,33 @@ def _work_of_rank(plan: Plan, batch: tuple[int, ...], graph_rank: int) -> RankWo
         rows_from=tuple(_halo_rows(plan, source=other, target=mine) for other in others),
         max_rows=max(sum(parts[part].num_nodes for part in other) for other in others),
     )
+
+
+def _edges_of_long_targets(plan: Plan, batch: tuple[int, ...], mine: tuple[int, ...]) -> int:
+    """Return the edges of long targets, exact in the full graph and in batches of one part.
+
+    In other batches a target counts as long that is so in the whole graph, which gives a few too many.
+    """
+    parts = plan.partition.parts
+    if len(batch) == 1:
+        return sum(parts[part].inner_edges_of_long_targets for part in mine)
+    return sum(parts[part].edges_of_long_targets_from[source] for part in mine for source in batch)
+
+
+def beyond_cache_ratio_of(plan: Plan, shape: tuple[int, ...], cluster: ClusterSpec) -> float:
+    """Return which share of the rows that an attention of a shape gathers comes from beyond the device's cache.
+
+    Where the plan does not say, it is what edges with sources at random would have; all if the cache is not known.
+    """
+    if plan.beyond_cache_ratio is not None:
+        return plan.beyond_cache_ratio
+    _, sources, edges, _, _, heads, head_size = shape
+    cache_rows = cluster.device.cache_bytes / (2 * heads * head_size * plan.precision.num_bytes)
+    if cache_rows == 0 or edges == 0:
+        return 1.0
+    # Each row that is read at all comes from beyond the cache once.
+    rows_read = sources * -math.expm1(-edges / sources)
+    return min(max(1 - cache_rows / sources, rows_read / edges), 1.0)
 
 
 def _halo_rows(plan: Plan, *, source: tuple[int, ...], target: tuple[int, ...]) -> int:
@@ -162,7 +198,9 @@ def lower(
     on_cpu = cluster.device.kind is DeviceKind.CPU
     return Program(
         tasks=tuple(
-            _RankLowering(plan=plan, graph=graph, model=model, work=work, rank=rank, blocks_host=on_cpu).tasks_of_step()
+            _RankLowering(
+                plan=plan, graph=graph, model=model, cluster=cluster, work=work, rank=rank, blocks_host=on_cpu
+            ).tasks_of_step()
             for rank, work in enumerate(works)
         )
     )
@@ -186,6 +224,7 @@ class _RankLowering:
     plan: Plan
     graph: GraphSpec
     model: ModelSpec
+    cluster: ClusterSpec
     work: RankWork
     rank: int
     blocks_host: bool
@@ -229,7 +268,15 @@ class _RankLowering:
         rows, width = work.num_rows, model.width
         exchange = self.plan.exchange[index]
         sources = work.num_source_rows(exchange)
-        attention_shape = (rows, sources, work.num_edges, model.num_heads, model.head_size)
+        attention_shape = (
+            rows,
+            sources,
+            work.num_edges,
+            work.num_edges_of_long_targets,
+            work.num_edges_of_long_sources,
+            model.num_heads,
+            model.head_size,
+        )
         bias = []
         if model.edge_bias is EdgeBias.DEGREE:
             bias = [_same(f"{layer}.edge_bias", TaskKind.EDGE_BIAS, (work.num_edges, model.num_heads))]
@@ -328,6 +375,9 @@ class _RankLowering:
             group = tuple(range(self.plan.num_ranks))
         elif kind.is_collective:
             group = self.plan.graph_group(self.rank)
+        beyond_cache_ratio = None
+        if kind is TaskKind.ATTENTION:
+            beyond_cache_ratio = beyond_cache_ratio_of(self.plan, shape, self.cluster)
         self.tasks.append(
             Task(
                 name=task_name(base, phase),
@@ -339,6 +389,7 @@ class _RankLowering:
                 waits_for=(previous,) if crosses else (),
                 group=group,
                 blocks_host=self.blocks_host,
+                beyond_cache_ratio=beyond_cache_ratio,
             )
         )
 

@@ -32,7 +32,9 @@ _SHAPES: dict[TaskKind, tuple[tuple[int, ...], ...]] = {
         for kind in (TaskKind.HALO_PACK, TaskKind.PAD_ROWS)
     },
     TaskKind.EDGE_BIAS: tuple((8 * rows, 4) for rows in _ROWS),
-    TaskKind.ATTENTION: tuple((rows, rows, 8 * rows, 4, width // 4) for rows in _ROWS for width in _WIDTHS),
+    TaskKind.ATTENTION: tuple(
+        (rows, rows, degree * rows, 0, 0, 4, width // 4) for rows in _ROWS for width in _WIDTHS for degree in (8, 24)
+    ),
     TaskKind.LOSS: tuple((rows, rows // 2, 8) for rows in _ROWS),
     TaskKind.CLIP: ((10_000, 20), (1_000_000, 20)),
     TaskKind.OPTIMIZER: ((10_000, 20), (1_000_000, 20)),
@@ -46,7 +48,8 @@ def made_items(kind: TaskKind, shape: tuple[int, ...]) -> int:
         case TaskKind.SPARSE_LINEAR:
             return shape[1] * shape[3]
         case TaskKind.ATTENTION:
-            return prod(shape[2:])
+            _, _, edges, _, _, heads, head_size = shape
+            return edges * heads * head_size
         case TaskKind.LOSS:
             return shape[1] * shape[2]
         case TaskKind.HALO_PACK | TaskKind.PAD_ROWS:
@@ -226,15 +229,26 @@ def made_model(**fields: object) -> ModelSpec:
 
 
 def made_part(
-    num_nodes: int, edges_from: Sequence[int], halo_rows_from: Sequence[int], *, num_feature_entries: int = 0
+    num_nodes: int,
+    edges_from: Sequence[int],
+    halo_rows_from: Sequence[int],
+    *,
+    num_feature_entries: int = 0,
+    edges_of_long_targets_from: Sequence[int] = (),
+    edges_of_long_sources_from: Sequence[int] = (),
+    inner_edges_of_long_targets: int = 0,
 ) -> PartSpec:
-    """Return a part, half of whose nodes are trained on."""
+    """Return a part, half of whose nodes are trained on; its rows are short unless fields say otherwise."""
+    none = (0,) * len(edges_from)
     return PartSpec(
         num_nodes=num_nodes,
         num_train_nodes=num_nodes // 2,
         num_feature_entries=num_feature_entries,
         edges_from=tuple(edges_from),
         halo_rows_from=tuple(halo_rows_from),
+        edges_of_long_targets_from=tuple(edges_of_long_targets_from) or none,
+        edges_of_long_sources_from=tuple(edges_of_long_sources_from) or none,
+        inner_edges_of_long_targets=inner_edges_of_long_targets,
     )
 
 
@@ -302,10 +316,11 @@ def graph_of(partition: PartitionSpec, **fields: object) -> GraphSpec:
 
 
 def merged(partition: PartitionSpec) -> PartitionSpec:
-    """Return the same graph as one part."""
+    """Return the same graph as one part; how many of its edges are of long sources, its parts do not tell."""
     parts = partition.parts
     whole = dataclasses.replace(
         made_part(sum(part.num_nodes for part in parts), [sum(part.num_edges for part in parts)], [0]),
+        inner_edges_of_long_targets=sum(sum(part.edges_of_long_targets_from) for part in parts),
         num_train_nodes=sum(part.num_train_nodes for part in parts),
         num_feature_entries=sum(part.num_feature_entries for part in parts),
     )

@@ -11,7 +11,7 @@ from simulator.specs.decision import PlanFile, Prediction
 from simulator.specs.files import write_plan
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import ModelSpec
-from simulator.specs.plan import Exchange, Plan, Recompute
+from simulator.specs.plan import Exchange, Plan, Recompute, StepMode
 from simulator.specs.train import TrainSpec
 from simulator.specs.units import MIB, Dtype
 
@@ -33,6 +33,7 @@ class Choices:
     recompute: Recompute | tuple[Recompute, ...] = Recompute.NONE
     precision: Dtype = Dtype.FLOAT32
     gradient_bucket_bytes: int = 25 * MIB
+    step_mode: StepMode = StepMode.EAGER
 
     @property
     def num_ranks(self) -> int:
@@ -54,6 +55,7 @@ def plan_of(choices: Choices, graph: Graph, model: ModelSpec, folder: Path, *, s
         recompute=recompute if isinstance(recompute, tuple) else (recompute,) * model.num_layers,
         precision=choices.precision,
         gradient_bucket_bytes=choices.gradient_bucket_bytes,
+        step_mode=choices.step_mode,
     )
 
 

@@ -35,6 +35,25 @@ def edges_of(graph: Graph) -> Edges:
     return list(zip(graph.source_E.tolist(), graph.target_E.tolist(), strict=True))
 
 
+def shuffled_communities(
+    num_nodes: int = 2048, *, size: int = 128, degree: int = 24, seed: int = 0
+) -> tuple[Graph, np.ndarray[Any, np.dtype[np.int64]]]:
+    """Return a graph of communities whose nodes were shuffled, and its nodes community by community.
+
+    Args:
+        size: nodes of a community.
+        degree: sources that each node has, three quarters of them drawn from its community and the rest from all nodes.
+    """
+    generator = np.random.default_rng(seed)
+    target_E = np.repeat(np.arange(num_nodes), degree)
+    inside_E = target_E // size * size + generator.integers(0, size, len(target_E))
+    anywhere_E = generator.integers(0, num_nodes, len(target_E))
+    source_E = np.where(generator.random(len(target_E)) < 0.75, inside_E, anywhere_E)
+    node_N = generator.permutation(num_nodes)
+    edges = zip(node_N[source_E].tolist(), node_N[target_E].tolist(), strict=True)
+    return graph_of(list(edges), num_nodes), node_N
+
+
 @st.composite
 def multigraphs(
     draw: st.DrawFn, *, min_nodes: int = 1, max_nodes: int = 12, min_edges: int = 0, max_edges: int = 40

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from simulator.specs.calibration import Calibration, CollectiveSample, ComputeSample
 from simulator.specs.cluster import ClusterSpec, DeviceKind, DeviceSpec, LinkSpec
 from simulator.specs.decision import PlanFile, Prediction, RankedPlan
+from simulator.specs.fanout import FAN_OUT_KINDS, FanoutComparison, FanoutRow, FanoutSpec
 from simulator.specs.graph import (
     DEGREE_QUANTILES,
     CommunityGraph,
@@ -17,7 +18,8 @@ from simulator.specs.graph import (
     RmatGraph,
 )
 from simulator.specs.model import EdgeBias, ModelSpec
-from simulator.specs.plan import Exchange, PartitionMethod, PartitionSpec, PartSpec, Plan, Recompute
+from simulator.specs.order import NodeOrder, OrderSpec, RankedOrder
+from simulator.specs.plan import Exchange, PartitionMethod, PartitionSpec, PartSpec, Plan, Recompute, StepMode
 from simulator.specs.program import (
     COLLECTIVES,
     SHAPE_FIELDS,
@@ -29,6 +31,7 @@ from simulator.specs.program import (
     task_name,
 )
 from simulator.specs.run import RunSpec
+from simulator.specs.sampling import NeighbourKind, NeighbourSpec
 from simulator.specs.search import BatchKind, SearchSpec
 from simulator.specs.trace import Span, Trace, TraceOrigin
 from simulator.specs.train import TrainSpec
@@ -56,6 +59,7 @@ devices = st.builds(
     memory_bandwidth_bytes_per_second=positive_rates,
     fp32_flops_per_second=positive_rates,
     bf16_flops_per_second=positive_rates,
+    cache_bytes=st.integers(0, 2**40),
 )
 links = st.builds(LinkSpec, latency_seconds=st.floats(0, 1e-2), bandwidth_bytes_per_second=st.floats(1e6, 1e13))
 clusters = st.builds(
@@ -152,6 +156,24 @@ def _models(draw: st.DrawFn) -> ModelSpec:
 
 models = _models()
 
+_fan_outs = st.integers(1, 64)
+_NEIGHBOURS: dict[NeighbourKind, dict[str, st.SearchStrategy[Any]]] = {
+    NeighbourKind.ALL: {},
+    NeighbourKind.UNIFORM: {"fan_out": _fan_outs},
+    NeighbourKind.DEGREE: {"fan_out": _fan_outs, "degree_exponent": st.floats(0.1, 2) | st.floats(-2, -0.1)},
+    NeighbourKind.RANDOM_WALK: {
+        "fan_out": _fan_outs,
+        "num_walks": st.integers(1, 100),
+        "walk_length": st.integers(1, 10),
+    },
+    NeighbourKind.PROJECTION_TOP_K: {"fan_out": _fan_outs, "projection_width": st.integers(1, 16)},
+    NeighbourKind.PROJECTION_DRAWN: {"fan_out": _fan_outs, "projection_width": st.integers(1, 16)},
+    NeighbourKind.STORED: {"fan_out": _fan_outs, "path": texts.filter(bool)},
+    NeighbourKind.EXPANDER: {"fan_out": st.sampled_from([2, 4, 6, 8])},
+    NeighbourKind.VIRTUAL: {"num_virtual_nodes": st.integers(1, 4)},
+}
+neighbours = st.one_of([st.builds(NeighbourSpec, kind=st.just(kind), **fields) for kind, fields in _NEIGHBOURS.items()])
+
 
 @st.composite
 def _trains(draw: st.DrawFn) -> TrainSpec:
@@ -165,13 +187,16 @@ def _trains(draw: st.DrawFn) -> TrainSpec:
         evaluate_every_steps=draw(st.integers(1, 100)),
         trace_steps=draw(st.integers(0, 10)),
         seed=draw(seeds),
+        compile_dense=draw(st.booleans()),
     )
 
 
 trains = _trains()
 
 
-def _choices(choices: list[Exchange] | type[BatchKind] | type[Recompute] | type[Dtype]) -> st.SearchStrategy:
+def _choices(
+    choices: list[Exchange] | type[BatchKind] | type[Recompute] | type[Dtype] | type[NodeOrder],
+) -> st.SearchStrategy:
     """Draw tuples of distinct choices, at least one."""
     return st.lists(st.sampled_from(list(choices)), min_size=1, unique=True).map(tuple)
 
@@ -184,7 +209,24 @@ searches = st.builds(
     recomputes=_choices(Recompute),
     precisions=_choices(Dtype),
     parts_per_replica=st.integers(1, 8),
+    orders=_choices(NodeOrder),
     seed=seeds,
+)
+_fan_out_numbers = st.lists(_fan_outs, min_size=1, max_size=4, unique=True).map(tuple)
+fanouts = st.builds(
+    FanoutSpec,
+    fan_outs=_fan_out_numbers,
+    samplers=st.lists(st.sampled_from(FAN_OUT_KINDS), min_size=1, unique=True).map(tuple),
+    tolerance_ratio=st.floats(0, 0.5),
+    num_steps=st.integers(1, 1000),
+    num_seeds=st.integers(1, 5),
+    subgraph_nodes=st.integers(1, 5000),
+    max_full_nodes=st.integers(0, 5000),
+    degree_exponent=st.floats(0.1, 2) | st.floats(-2, -0.1),
+    walk_length=st.integers(1, 5),
+    visits_per_neighbour=st.integers(1, 8),
+    projection_width=st.integers(1, 16),
+    structure_weight=st.floats(0, 10),
 )
 runs = st.builds(
     RunSpec,
@@ -193,10 +235,36 @@ runs = st.builds(
     cluster=st.none() | clusters,
     train=trains,
     search=searches,
+    fanout=fanouts,
 )
 
 
+@st.composite
+def _fanout_comparisons(draw: st.DrawFn) -> FanoutComparison:
+    ratios = st.floats(0, 1)
+    rows = st.builds(
+        FanoutRow,
+        neighbours=st.none() | neighbours,
+        full_error_ratio=st.floats(0, 10),
+        edges_error_ratio=st.floats(0, 10),
+        val_accuracy_ratio=ratios,
+        val_accuracy_range_ratio=ratios,
+        num_edges_per_step=st.floats(0, 1e12),
+    )
+    return FanoutComparison(
+        spec=draw(fanouts),
+        rows=draw(st.lists(rows, max_size=4).map(tuple)),
+        region_nodes=draw(st.integers(1, 5000)),
+        region_edges=draw(st.integers(0, 10**6)),
+    )
+
+
+fanout_comparisons = _fanout_comparisons()
+
+
 # --- Plans.
+
+cache_ratios = st.none() | st.floats(0, 1)
 
 
 @st.composite
@@ -205,12 +273,18 @@ def parts(draw: st.DrawFn, num_parts: int, index: int, min_nodes: int = 0) -> Pa
     num_nodes = draw(st.integers(min_nodes, 1000))
     edges_from = draw(st.tuples(*[st.integers(0, 5000)] * num_parts))
     halo_rows_from = [0 if part == index else draw(st.integers(0, edges)) for part, edges in enumerate(edges_from)]
+    of_long_targets_from = draw(st.tuples(*[st.integers(0, edges) for edges in edges_from]))
     return PartSpec(
         num_nodes=num_nodes,
         num_train_nodes=draw(st.integers(0, num_nodes)),
         num_feature_entries=draw(st.integers(0, 10**5)),
         edges_from=edges_from,
         halo_rows_from=tuple(halo_rows_from),
+        edges_of_long_targets_from=of_long_targets_from,
+        edges_of_long_sources_from=draw(st.tuples(*[st.integers(0, edges) for edges in edges_from])),
+        inner_edges_of_long_targets=draw(st.integers(0, edges_from[index]))
+        if num_parts > 1
+        else of_long_targets_from[0],
     )
 
 
@@ -230,6 +304,24 @@ def partitions(draw: st.DrawFn, num_parts: int | None = None) -> PartitionSpec:
     )
 
 
+file_orders = st.builds(
+    OrderSpec,
+    kind=st.sampled_from([kind for kind in NodeOrder if kind != NodeOrder.NATURAL]),
+    path=texts.filter(bool),
+    sha256=sha256s,
+)
+orders = st.just(OrderSpec()) | file_orders
+ranked_orders = st.builds(
+    RankedOrder,
+    kind=st.sampled_from(NodeOrder),
+    row_bytes=st.integers(1, 2**20),
+    window_16_reuse=st.floats(1, 16),
+    window_64_reuse=st.floats(1, 64),
+    beyond_cache_ratio=st.floats(0, 1),
+    relative_seconds=st.floats(0.01, 10),
+)
+
+
 @st.composite
 def plans_for(draw: st.DrawFn, num_layers: int | None = None) -> Plan:
     """Draw a plan: each rank of a graph group has one part of the batch, and a lone rank exchanges nothing."""
@@ -247,6 +339,9 @@ def plans_for(draw: st.DrawFn, num_layers: int | None = None) -> Plan:
         recompute=draw(st.tuples(*[st.sampled_from(Recompute)] * num_layers)),
         precision=draw(st.sampled_from(Dtype)),
         gradient_bucket_bytes=draw(st.integers(4, 2**30)),
+        order=draw(orders),
+        step_mode=draw(st.sampled_from(StepMode)),
+        beyond_cache_ratio=draw(cache_ratios),
     )
 
 
@@ -268,6 +363,7 @@ def _compute_task(draw: st.DrawFn, name: str, phase: Phase, earlier: list[Task])
         stream=stream,
         waits_for=_waits(draw, stream, earlier),
         blocks_host=draw(st.booleans()),
+        beyond_cache_ratio=draw(cache_ratios),
     )
 
 
@@ -352,6 +448,7 @@ def _spans(draw: st.DrawFn, rank: int = 0, step: int = 0, start_seconds: float =
         host_seconds=draw(seconds),
         dtype=draw(st.sampled_from(Dtype)),
         group=draw(st.sampled_from([(0, 1), (0, 1, 2, 3)])) if kind.is_collective else (),
+        beyond_cache_ratio=draw(cache_ratios),
     )
 
 
@@ -396,13 +493,16 @@ def _samples(draw: st.DrawFn, /, build: Callable[..., object], **fields: st.Sear
     return build(origin=draw(texts), **times, **draw(st.fixed_dictionaries(fields)))
 
 
-compute_samples = _samples(
-    ComputeSample,
-    kind=compute_kinds,
-    phase=st.sampled_from(Phase),
-    dtype=st.sampled_from(Dtype),
-    shape=st.lists(st.integers(0, 10**9), max_size=5).map(tuple),
-    busy_devices=st.integers(1, 8),
+compute_samples = compute_kinds.flatmap(
+    lambda kind: _samples(
+        ComputeSample,
+        kind=st.just(kind),
+        phase=st.sampled_from(Phase),
+        dtype=st.sampled_from(Dtype),
+        shape=st.tuples(*[st.integers(0, 10**9)] * len(SHAPE_FIELDS[kind])),
+        busy_devices=st.integers(1, 8),
+        beyond_cache_ratio=cache_ratios,
+    )
 )
 collective_samples = _samples(
     CollectiveSample,
@@ -458,6 +558,7 @@ def _plan_files(draw: st.DrawFn) -> PlanFile:
         ranking=draw(st.lists(ranked_plans, max_size=2).map(tuple)),
         rejected=draw(st.lists(st.tuples(texts, st.integers(1, 10**6)), max_size=2).map(tuple)),
         calibration_sha256=draw(sha256s),
+        orders=draw(st.lists(ranked_orders, max_size=2).map(tuple)),
     )
 
 

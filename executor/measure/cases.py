@@ -12,6 +12,7 @@ from executor import operations
 from executor.attention.graph import EdgeGraph
 from executor.compat import making_sparse_csr
 from executor.exchange import ExchangeLayout, exchange_rows
+from executor.measure.graphs import beyond_cache_ratio_of_edges
 from executor.operations import Operation, SparseFeatures
 from executor.record import Recorder
 from executor.train import TORCH_DTYPES, clip_flat_gradient_
@@ -36,18 +37,20 @@ class Case:
     Attributes:
         kind, shape: of the task.
         run: does forward and backward once through a recorder, the task under the name `TASK_NAME`.
+        beyond_cache_ratio: of attention, as in `Task`.
     """
 
     kind: TaskKind
     dtype: Dtype
     shape: tuple[int, ...]
     run: Callable[[Recorder], None]
+    beyond_cache_ratio: float | None = None
 
 
 def build_case(
     kind: TaskKind, shape: tuple[int, ...], dtype: Dtype, device: torch.device, group: dist.ProcessGroup | None
 ) -> Case:
-    """Return a runnable case of a shape on random inputs; packing needs a group."""
+    """Return a runnable case of a shape on random inputs; packing needs a group, attention `build_attention_case`."""
     make = _Inputs(TORCH_DTYPES[dtype], device, int(task_bytes(kind, Phase.FORWARD, shape, dtype)))
     match kind:
         case TaskKind.LINEAR | TaskKind.INPUT_LINEAR:
@@ -90,8 +93,6 @@ def build_case(
             edges, heads = shape
             bucket_E = torch.randint(0, 16, (edges,), device=device, generator=make.generator)
             run = _leaf_runner(make, operations.EDGE_BIAS, make.parameter(16, heads), bucket_E)
-        case TaskKind.ATTENTION:
-            run = _attention_runner(shape, make)
         case TaskKind.LOSS:
             rows, labelled, columns = shape
             row_T = torch.randperm(rows, device=device, generator=make.generator)[:labelled].sort().values
@@ -177,19 +178,20 @@ _SCALE = Operation(
 )
 
 
-def _attention_runner(shape: tuple[int, ...], make: _Inputs) -> Callable[[Recorder], None]:
-    targets, sources, edges, heads, head_size = shape
-    counts = torch.randint(0, targets, (edges,), device=make.device, generator=make.generator).bincount(
-        minlength=targets
-    )
-    indptr_N1 = torch.zeros(targets + 1, dtype=torch.int64, device=make.device)
-    indptr_N1[1:] = counts.cumsum(0)
-    source_E = torch.randint(0, sources, (edges,), device=make.device, generator=make.generator)
-    graph = EdgeGraph(indptr_N1=indptr_N1, source_E=source_E, num_sources=sources)
+def build_attention_case(
+    graph: EdgeGraph, heads: int, head_size: int, dtype: Dtype, device: torch.device, *, cache_bytes: int
+) -> Case:
+    """Return a runnable attention over a graph on random inputs.
+
+    Args:
+        cache_bytes: of the device; 0 where unknown.
+    """
+    width = heads * head_size
+    make = _Inputs(TORCH_DTYPES[dtype], device, dtype.num_bytes * width * (graph.num_edges + graph.num_sources))
     # Made here, as a step makes it once.
-    _ = graph.target_E
-    q_ND = make.rows(targets, heads * head_size).requires_grad_()
-    kv_M2D = make.rows(sources, 2 * heads * head_size).requires_grad_()
+    _ = graph.transpose
+    q_ND = make.rows(graph.num_targets, width).requires_grad_()
+    kv_M2D = make.rows(graph.num_sources, 2 * width).requires_grad_()
 
     def run(recorder: Recorder) -> None:
         q_ND.grad = kv_M2D.grad = None
@@ -199,7 +201,15 @@ def _attention_runner(shape: tuple[int, ...], make: _Inputs) -> Callable[[Record
         make.evict()
         out_ND.backward(torch.ones_like(out_ND))
 
-    return run
+    return Case(
+        kind=TaskKind.ATTENTION,
+        dtype=dtype,
+        shape=operations.ATTENTION.shape(q_ND, kv_M2D, None, graph, heads),
+        run=run,
+        beyond_cache_ratio=beyond_cache_ratio_of_edges(
+            graph, row_bytes=2 * width * dtype.num_bytes, cache_bytes=cache_bytes
+        ),
+    )
 
 
 def _update_runner(kind: TaskKind, shape: tuple[int, ...], make: _Inputs) -> Callable[[Recorder], None]:

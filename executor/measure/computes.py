@@ -130,6 +130,7 @@ def compute_samples(case: Case, timings: Sequence[Timing], *, busy_devices: int)
                 high_seconds=high,
                 host_seconds=statistics.median(timing.host_seconds for timing in found),
                 origin=ORIGIN,
+                beyond_cache_ratio=case.beyond_cache_ratio,
             )
         )
     return samples

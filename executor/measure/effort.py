@@ -2,9 +2,62 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 
 from simulator.specs.program import TaskKind
 from simulator.specs.units import KIB, MIB
+
+
+class GraphKind(StrEnum):
+    """What a graph to time attention on is like."""
+
+    UNIFORM = "uniform"  # edges at random
+    SKEWED = "skewed"  # numbers of edges of targets and of sources follow a power law
+    LOCAL = "local"  # most edges stay in a community, a run of rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCase:
+    """An attention to time.
+
+    Attributes:
+        edges: into all targets.
+        degree: mean edges of a target.
+        heads, head_size: of queries, keys and values.
+    """
+
+    graph: GraphKind
+    edges: int
+    degree: int
+    heads: int
+    head_size: int
+
+    @property
+    def targets(self) -> int:
+        """Rows of the queries."""
+        return max(self.edges // self.degree, 1)
+
+    @property
+    def sources(self) -> int:
+        """Rows of the keys and values: those of the targets, and a halo of a quarter as many."""
+        return self.targets + self.targets // 4
+
+
+def attention_cases(
+    edges: tuple[int, ...], graphs: tuple[tuple[GraphKind, int], ...], heads: tuple[tuple[int, int], ...]
+) -> tuple[AttentionCase, ...]:
+    """Return cases with every number of edges on every kind of graph, where heads take turns.
+
+    Args:
+        graphs: kinds, each with the mean edges of a target.
+        heads: numbers of heads, each with their size.
+    """
+    cases = []
+    for round_of_edges, count in enumerate(edges):
+        for index, (graph, degree) in enumerate(graphs):
+            number, size = heads[(index + 4 * round_of_edges) % len(heads)]
+            cases.append(AttentionCase(graph=graph, edges=count, degree=degree, heads=number, head_size=size))
+    return tuple(cases)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,10 +67,8 @@ class Effort:
     Attributes:
         rows: row counts of dense tasks.
         widths: columns of the residual stream.
-        edges: edge counts of attention.
-        mean_degrees: edges per target.
-        attention_widths: columns of the residual stream in attention, in 8 heads.
-        max_attention_elements: edges times width of the largest attention.
+        edges: edge counts of biases.
+        attention: graphs and heads of attention.
         collective_bytes: sizes of collectives.
         case_seconds: time to spend on a task of one shape, at least `repetitions`.
     """
@@ -25,21 +76,29 @@ class Effort:
     rows: tuple[int, ...]
     widths: tuple[int, ...]
     edges: tuple[int, ...]
-    mean_degrees: tuple[int, ...]
-    attention_widths: tuple[int, ...]
-    max_attention_elements: int
+    attention: tuple[AttentionCase, ...]
     collective_bytes: tuple[int, ...]
     case_seconds: float
     repetitions: int
 
 
+_UNIFORM, _SKEWED, _LOCAL = GraphKind.UNIFORM, GraphKind.SKEWED, GraphKind.LOCAL
+_QUICK_GRAPHS = ((_UNIFORM, 4), (_SKEWED, 16), (_UNIFORM, 96), (_LOCAL, 16), (_UNIFORM, 24), (_SKEWED, 6))
+_FULL_GRAPHS = (
+    *_QUICK_GRAPHS,
+    *((_UNIFORM, 12), (_SKEWED, 48), (_LOCAL, 64), (_SKEWED, 3), (_UNIFORM, 48), (_LOCAL, 6)),
+)
+# On GPUs, so many edges that keys and values lie beyond a cache of 60 MB.
+_LARGE_GRAPHS = ((_UNIFORM, 8), (_SKEWED, 16), (_LOCAL, 12), (_UNIFORM, 48), (_SKEWED, 48), (_LOCAL, 64))
+_CPU_HEADS = ((8, 4), (8, 16), (4, 8), (8, 8), (4, 32), (8, 32), (2, 64))
+# Each takes seconds to compile there.
+_CUDA_HEADS = ((8, 8), (8, 16), (8, 32), (4, 16), (4, 32))
+
 QUICK_CPU = Effort(
     rows=(512, 4096, 16384),
     widths=(32, 128),
     edges=(8192, 65536, 196608),
-    mean_degrees=(4, 24),
-    attention_widths=(32, 64, 128),
-    max_attention_elements=2**24,
+    attention=attention_cases((8192, 65536, 262_144), _QUICK_GRAPHS, _CPU_HEADS),
     collective_bytes=(4 * KIB, 64 * KIB, 512 * KIB, 2 * MIB, 8 * MIB),
     case_seconds=0.06,
     repetitions=5,
@@ -48,9 +107,7 @@ FULL_CPU = Effort(
     rows=(256, 1024, 4096, 16384, 65536),
     widths=(32, 64, 128, 256),
     edges=(4096, 16384, 65536, 262144, 1048576),
-    mean_degrees=(3, 12, 60),
-    attention_widths=(32, 64, 128, 256),
-    max_attention_elements=2**28,
+    attention=attention_cases((4096, 16384, 65536, 262144, 1048576), _FULL_GRAPHS, _CPU_HEADS),
     collective_bytes=tuple(KIB * 4**power for power in range(8)),
     case_seconds=0.25,
     repetitions=9,
@@ -59,9 +116,10 @@ QUICK_CUDA = Effort(
     rows=(2048, 32768, 262144),
     widths=(64, 256),
     edges=(65536, 1048576, 4194304),
-    mean_degrees=(8, 48),
-    attention_widths=(64, 256),
-    max_attention_elements=2**40,
+    attention=(
+        attention_cases((65536, 1048576), _QUICK_GRAPHS, _CUDA_HEADS[:3])
+        + attention_cases((8_388_608,), _LARGE_GRAPHS, _CUDA_HEADS[:3])
+    ),
     collective_bytes=tuple(4 * KIB * 8**power for power in range(6)),
     case_seconds=0.02,
     repetitions=5,
@@ -70,9 +128,10 @@ FULL_CUDA = Effort(
     rows=(1024, 8192, 65536, 262144, 1048576),
     widths=(64, 128, 256),
     edges=(16384, 131072, 1048576, 4194304, 16777216),
-    mean_degrees=(4, 16, 64),
-    attention_widths=(64, 128, 256),
-    max_attention_elements=2**40,
+    attention=(
+        attention_cases((16384, 131072, 1048576, 4194304), _FULL_GRAPHS, _CUDA_HEADS)
+        + attention_cases((33_554_432,), _LARGE_GRAPHS, _CUDA_HEADS)
+    ),
     collective_bytes=tuple(4 * KIB * 4**power for power in range(9)),
     case_seconds=0.05,
     repetitions=9,
@@ -80,7 +139,7 @@ FULL_CUDA = Effort(
 
 
 def case_shapes(effort: Effort) -> Iterator[tuple[TaskKind, tuple[int, ...]]]:
-    """Yield kind and shape of every compute task that a calibration measures."""
+    """Yield kind and shape of every compute task that a calibration measures, but for attention's."""
     for width in effort.widths:
         for rows in effort.rows:
             yield TaskKind.LINEAR, (rows, width, width)
@@ -99,12 +158,6 @@ def case_shapes(effort: Effort) -> Iterator[tuple[TaskKind, tuple[int, ...]]]:
         yield TaskKind.LOSS, (rows, rows // 2, 10)
     for edges in effort.edges:
         yield TaskKind.EDGE_BIAS, (edges, 8)
-        for degree in effort.mean_degrees:
-            targets = max(edges // degree, 1)
-            for width in effort.attention_widths:
-                if edges * width > effort.max_attention_elements:
-                    continue
-                yield TaskKind.ATTENTION, (targets, targets + targets // 4, edges, 8, width // 8)
     for elements in (20_000, 200_000, 2_000_000):
         yield TaskKind.CLIP, (elements, 40)
         yield TaskKind.OPTIMIZER, (elements, 40)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from executor.data import build_rank_data
 from executor.measure.computes import synchronize
@@ -63,7 +64,9 @@ def host_times(place: Place) -> HostTimes:
     )
     layers = _MODEL.num_layers
     settings = ForwardSettings(
-        exchange=(Exchange.NONE,) * layers, recompute=(Recompute.NONE,) * layers, dropout_seed="host"
+        exchange=(Exchange.NONE,) * layers,
+        recompute=(Recompute.NONE,) * layers,
+        dropout_word=torch.zeros((), dtype=torch.int32, device=place.device),
     )
     gaps, marked, unmarked = [], [], []
     tasks: dict[tuple[TaskKind, Phase], list[float]] = defaultdict(list)

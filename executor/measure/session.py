@@ -3,17 +3,20 @@
 import logging
 import os
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # not in __all__
 
 from executor.environment import environment
 from executor.launch import launch, meet
-from executor.measure.cases import build_case
+from executor.measure.cases import Case, build_attention_case, build_case
 from executor.measure.collectives import measure_collectives
 from executor.measure.computes import compute_samples, measure_case
 from executor.measure.effort import FULL_CPU, FULL_CUDA, QUICK_CPU, QUICK_CUDA, Effort, case_shapes
+from executor.measure.graphs import attention_graph
 from executor.measure.overhead import host_times, with_host_times
 from executor.mesh import Place, joined_mesh
 from executor.progress import CountProgress
@@ -61,7 +64,7 @@ def expected_seconds(session: Session) -> float:
 
     A case takes its share of time in the effort and as long again to build and to warm up, and `_CASE_SECONDS` beside.
     """
-    cases = len(list(case_shapes(session.effort)))
+    cases = _num_cases(session.effort)
     levels = len(_busy_levels(session.cluster))
     collectives = len(COLLECTIVES) * len(session.effort.collective_bytes) * (session.cluster.devices_per_host > 1)
     of_case = 2 * session.effort.case_seconds + _CASE_SECONDS[session.cluster.device.kind]
@@ -117,7 +120,7 @@ def _work(session: Session, store: Store, rank: int) -> None:
 
 def _progress(session: Session, busy_devices: int, rank: int) -> CountProgress:
     """Return the progress of the tasks that are measured while so many devices are busy."""
-    total = len(session.precisions) * len(list(case_shapes(session.effort)))
+    total = len(session.precisions) * _num_cases(session.effort)
     title = f"tasks on {busy_devices} of {session.cluster.devices_per_host} devices"
     return CountProgress(title, title, total, lines=4, quiet=session.quiet or rank > 0)
 
@@ -126,8 +129,13 @@ def _compute_samples(
     session: Session, place: Place, progress: CountProgress, *, busy_devices: int
 ) -> list[ComputeSample]:
     """Return samples of this place's ranks working side by side, the same on each."""
-    samples = []
+    samples: list[ComputeSample] = []
     on_gpu = place.device.type == "cuda"
+
+    def measure(case: Case) -> None:
+        timings = measure_case(case, session.effort, place.device, place.world)
+        samples.extend(compute_samples(case, timings, busy_devices=1 if on_gpu else busy_devices))
+
     for precision in session.precisions:
         for kind, shape in case_shapes(session.effort):
             progress.advance(kind.value)
@@ -136,10 +144,25 @@ def _compute_samples(
                 continue
             if kind in (TaskKind.CLIP, TaskKind.OPTIMIZER) and precision is not Dtype.FLOAT32:
                 continue  # parameters are fp32 whatever the activations are
-            case = build_case(kind, shape, precision, place.device, place.world)
-            timings = measure_case(case, session.effort, place.device, place.world)
-            samples.extend(compute_samples(case, timings, busy_devices=1 if on_gpu else busy_devices))
+            measure(build_case(kind, shape, precision, place.device, place.world))
+        if not (on_gpu and busy_devices > 1):
+            cache_bytes = session.cluster.device.cache_bytes
+            for case in attention_cases_on(place.device, session.effort, precision, cache_bytes=cache_bytes):
+                progress.advance(TaskKind.ATTENTION.value)
+                measure(case)
     return samples
+
+
+def attention_cases_on(device: torch.device, effort: Effort, precision: Dtype, *, cache_bytes: int) -> Iterator[Case]:
+    """Yield the attentions to measure, the same on each rank."""
+    generator = torch.Generator(device).manual_seed(0)
+    for case in effort.attention:
+        graph = attention_graph(case, generator)
+        yield build_attention_case(graph, case.heads, case.head_size, precision, device, cache_bytes=cache_bytes)
+
+
+def _num_cases(effort: Effort) -> int:
+    return len(list(case_shapes(effort))) + len(effort.attention)
 
 
 def _collective_samples(session: Session, store: Store, rank: int, local_rank: int) -> list[CollectiveSample]:
@@ -177,7 +200,8 @@ def _work_on_host(argument: tuple[Session, Calibration], store: Store, rank: int
     kind = session.cluster.device.kind
     smallest: dict[TaskKind, ComputeSample] = {}
     for sample in calibration.computes:
-        if sample.is_from_trace or sample.kind in _PACKING:
+        # Attention's graph cannot be made again from its counts.
+        if sample.is_from_trace or sample.kind in (*_PACKING, TaskKind.ATTENTION):
             continue
         if sample.busy_devices == 1 and sample.dtype is Dtype.FLOAT32:
             known = smallest.get(sample.kind)

@@ -8,6 +8,7 @@ from pathlib import PurePath
 from simulator.specs.cluster import ClusterSpec
 from simulator.specs.graph import DEGREE_QUANTILES, GraphSpec
 from simulator.specs.model import EdgeBias, ModelSpec
+from simulator.specs.order import NodeOrder
 from simulator.specs.plan import Plan
 from simulator.specs.train import TrainSpec
 from simulator.specs.units import Dimension, format_quantity
@@ -110,6 +111,8 @@ def plan_words(plan: Plan) -> str:
             f"halo {partition.halo_ratio:.0%} of the nodes, largest part {partition.edge_imbalance:.2f} x the mean "
             "in edges)"
         )
+    if plan.order.kind is not NodeOrder.NATURAL:
+        words.append(f"node order {plan.order.kind.replace('_', '-')}")
     words.append(f"exchange {_by_layer(plan.exchange)}")
     words.append(f"recompute {_by_layer(plan.recompute)}")
     words.append(f"{plan.precision}")

@@ -149,6 +149,16 @@ def write_store(graph: Graph, folder: Path) -> None:
     save_store(arrays, folder)
 
 
+def sources_into(graph: Graph, nodes: NDArray[np.integer]) -> NDArray[np.int32]:
+    """Return the sources of all edges into some nodes, node after node."""
+    degrees = graph.indptr_N[nodes + 1] - graph.indptr_N[nodes]
+    ends = np.cumsum(degrees)
+    # Position of each edge in the graph: where its row starts, plus its place in the row.
+    row_offsets = graph.indptr_N[nodes] - (ends - degrees)
+    position_E = np.repeat(row_offsets, degrees) + np.arange(degrees.sum())
+    return graph.source_E.take(position_E)
+
+
 def simple_adjacency(graph: Graph) -> scipy.sparse.csr_array:
     """Return a bool matrix [target, source] of the edges, without self loops and multi-edges."""
     target_E = graph.target_E

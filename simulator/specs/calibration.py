@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from simulator.specs.checks import require, require_at_least, require_positive
-from simulator.specs.program import Phase, TaskKind
+from simulator.specs.checks import require, require_at_least, require_length, require_positive, require_share
+from simulator.specs.program import SHAPE_FIELDS, Phase, TaskKind
 from simulator.specs.units import Dtype
 
 
@@ -19,6 +19,7 @@ class ComputeSample:
         host_seconds: for which the host thread is busy issuing it; 0 on CPUs, which run it at once.
         origin: where the number comes from, such as "microbenchmark" or "trace measured.json".
         is_from_trace: whether it is of a real step; such samples correct what the others say of shapes like theirs.
+        beyond_cache_ratio: as in `Task`.
     """
 
     kind: TaskKind
@@ -32,12 +33,15 @@ class ComputeSample:
     host_seconds: float
     origin: str
     is_from_trace: bool = False
+    beyond_cache_ratio: float | None = None
 
     def __post_init__(self) -> None:
         require_positive(seconds=self.seconds, low_seconds=self.low_seconds, high_seconds=self.high_seconds)
         require_positive(busy_devices=self.busy_devices)
         require_at_least(0, host_seconds=self.host_seconds)
         require(not self.kind.is_collective, "kind", "must be a compute task", self.kind.value)
+        require_length(len(SHAPE_FIELDS[self.kind]), shape=self.shape)
+        require_share(beyond_cache_ratio=self.beyond_cache_ratio)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

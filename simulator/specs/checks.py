@@ -29,6 +29,12 @@ def require_ratio(**fields: float) -> None:
         require(0 <= value < 1, field, "must be >= 0 and < 1", value)
 
 
+def require_share(**fields: float | None) -> None:
+    """Require each named field that is there to lie in [0, 1]."""
+    for field, value in fields.items():
+        require(value is None or 0 <= value <= 1, field, "must be within [0, 1]", value)
+
+
 def require_length(length: int, **fields: Sequence[object]) -> None:
     """Require each named field to have `length` entries."""
     for field, value in fields.items():

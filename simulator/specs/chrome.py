@@ -91,6 +91,8 @@ def _event(span: Span, pid_offset: int, step_offset_seconds: float) -> dict[str,
     """Return the complete event of a span; both ends are rounded alike, so that neighbours do not overlap."""
     args = to_plain(span)
     del args["rank"], args["stream"], args["name"]
+    if span.beyond_cache_ratio is None:  # as of all kinds of tasks but one
+        del args["beyond_cache_ratio"]
     start_ns = round((step_offset_seconds + span.start_seconds) * 1e9)
     end_ns = round((step_offset_seconds + span.end_seconds) * 1e9)
     return {

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from simulator.specs.checks import require_at_least, require_positive
-from simulator.specs.units import GB, GIB, MICROSECOND, TERA, Dtype
+from simulator.specs.units import GB, GIB, MIB, MICROSECOND, TERA, Dtype
 
 
 class DeviceKind(StrEnum):
@@ -29,6 +29,7 @@ class DeviceSpec:
         memory_bytes: memory that one rank may fill.
         memory_bandwidth_bytes_per_second: of that memory, reading plus writing.
         fp32_flops_per_second, bf16_flops_per_second: dense matrix products, without sparsity.
+        cache_bytes: of the last cache before the memory: a GPU's L2, a core's share of L3; 0 where unknown.
     """
 
     kind: DeviceKind
@@ -37,6 +38,7 @@ class DeviceSpec:
     memory_bandwidth_bytes_per_second: float
     fp32_flops_per_second: float
     bf16_flops_per_second: float
+    cache_bytes: int = 0
 
     def __post_init__(self) -> None:
         require_positive(
@@ -45,6 +47,7 @@ class DeviceSpec:
             fp32_flops_per_second=self.fp32_flops_per_second,
             bf16_flops_per_second=self.bf16_flops_per_second,
         )
+        require_at_least(0, cache_bytes=self.cache_bytes)
 
     def flops_per_second(self, dtype: Dtype) -> float:
         """Return the peak rate of matrix products in a number format."""
@@ -99,7 +102,8 @@ class ClusterSpec:
 
 
 # NVIDIA H200 data sheet (2024): 141 GB HBM3e at 4.8 TB/s, 989 TFLOP/s bf16 and 67 TFLOP/s fp32 dense; 143,771 MiB
-# are reported by nvidia-smi. Copies reach 4.3 TB/s and products 788 TFLOP/s on the machine at hand.
+# are reported by nvidia-smi. Copies reach 4.3 TB/s and products 788 TFLOP/s on the machine at hand, whose L2 holds
+# 60 MiB (../shared/measured/h200_attention/log.txt).
 H200 = DeviceSpec(
     kind=DeviceKind.CUDA,
     name="NVIDIA H200",
@@ -107,8 +111,10 @@ H200 = DeviceSpec(
     memory_bandwidth_bytes_per_second=4800 * GB,
     fp32_flops_per_second=67 * TERA,
     bf16_flops_per_second=989 * TERA,
+    cache_bytes=60 * MIB,
 )
-# NVIDIA H100 SXM5 data sheet (2023): 80 GB HBM3 at 3.35 TB/s, same rates as the H200.
+# NVIDIA H100 SXM5 data sheet (2023): 80 GB HBM3 at 3.35 TB/s, same rates as the H200; NVIDIA H100 architecture paper
+# (2022): 50 MB of L2.
 H100 = DeviceSpec(
     kind=DeviceKind.CUDA,
     name="NVIDIA H100 80GB HBM3",
@@ -116,6 +122,7 @@ H100 = DeviceSpec(
     memory_bandwidth_bytes_per_second=3350 * GB,
     fp32_flops_per_second=67 * TERA,
     bf16_flops_per_second=989 * TERA,
+    cache_bytes=50 * MIB,
 )
 # Fourth-generation NVLink: 450 GB/s each way by the data sheet. Sustained 330 GB/s: all_to_all and all_reduce of 1 GiB
 # between two H200s, bus bandwidth (../shared/measured/h200x2/comm.csv). 13 us: all_reduce of 8 bytes on 8 H100s

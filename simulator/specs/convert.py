@@ -109,6 +109,8 @@ def _reader(hint: Any, units: bool) -> Convert:
     if origin is tuple:
         return partial(_read_entries, [_reader(argument, units) for argument in arguments])
     assert origin in (types.UnionType, typing.Union), hint
+    if float in arguments:
+        return partial(_optional, _reader(float, units))
     return partial(_read_union, arguments, units)
 
 
@@ -259,6 +261,11 @@ def _read_item(read: Convert, index: int, item: object) -> Any:
         raise
 
 
+def _optional(convert: Convert, value: Any) -> Any:
+    """Convert a value, or leave nothing as it is."""
+    return None if value is None else convert(value)
+
+
 def _read_union(members: tuple[Any, ...], units: bool, plain: object) -> Any:
     """Read the class that the tag names, the one without a tag where there is none, or nothing."""
     if plain is None and types.NoneType in members:
@@ -297,6 +304,8 @@ def _writer(hint: Any, units: bool) -> Convert:
         writers = [_writer(argument, units) for argument in arguments]
         return lambda items: [write(item) for write, item in zip(writers, items, strict=True)]
     assert origin in (types.UnionType, typing.Union), hint
+    if float in arguments:
+        return partial(_optional, _writer(float, units))
     return partial(_write_union, units)
 
 

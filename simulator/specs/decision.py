@@ -6,6 +6,7 @@ from simulator.specs.checks import require, require_at_least, require_positive
 from simulator.specs.cluster import ClusterSpec
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import ModelSpec
+from simulator.specs.order import RankedOrder
 from simulator.specs.plan import Plan
 from simulator.specs.train import TrainSpec
 
@@ -69,6 +70,7 @@ class PlanFile:
         ranking: runners-up, the best first.
         rejected: reasons why candidates were illegal or could not win, each with the number of candidates.
         calibration_sha256: `content_sha256` of the calibration that priced the plan.
+        orders: what the natural order and the others that were tried spare; empty where an order was given.
     """
 
     graph: GraphSpec
@@ -80,6 +82,7 @@ class PlanFile:
     ranking: tuple[RankedPlan, ...]
     rejected: tuple[tuple[str, int], ...]
     calibration_sha256: str
+    orders: tuple[RankedOrder, ...] = ()
 
     def __post_init__(self) -> None:
         num_ranks = len(self.prediction.peak_memory_bytes)

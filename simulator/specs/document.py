@@ -8,8 +8,13 @@ from simulator.errors import SpecError
 from simulator.specs.convert import shown, to_plain
 
 # What each JSON file is called, the version of its layout, and the command that writes it.
-SCHEMA_VERSIONS = {"plan": 1, "calibration": 1, "trace": 1}
-_COMMANDS = {"plan": "graphpilot plan", "calibration": "graphpilot calibrate", "trace": "graphpilot simulate or train"}
+SCHEMA_VERSIONS = {"plan": 2, "calibration": 2, "trace": 2, "fanout": 1}
+_COMMANDS = {
+    "plan": "graphpilot plan",
+    "calibration": "graphpilot calibrate",
+    "trace": "graphpilot simulate or train",
+    "fanout": "graphpilot fanout",
+}
 _LINE_LENGTH = 120
 
 

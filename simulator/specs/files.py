@@ -25,6 +25,9 @@ People write TOML. Every key is a field of a spec, and a quantity carries its un
     [search]                        # may be left out, as may every field that has a default
     exchanges = ["halo"]
 
+    [fanout]                        # for graphpilot fanout; all of it may be left out
+    fan_outs = [8, 16]
+
 `cluster.toml`, for `read_cluster`, as `write_cluster` prints any cluster:
 
     name = "office"
@@ -38,6 +41,7 @@ People write TOML. Every key is a field of a spec, and a quantity carries its un
     memory_bandwidth_bytes_per_second = "3.35 TB/s"
     fp32_flops_per_second = "67 TFLOP/s"
     bf16_flops_per_second = "989 TFLOP/s"
+    cache_bytes = "50 MiB"         # 0 B where unknown: no order of nodes is predicted to gain then
 
     [device_link]
     latency_seconds = "13 us"
@@ -47,11 +51,12 @@ People write TOML. Every key is a field of a spec, and a quantity carries its un
     latency_seconds = "25 us"
     bandwidth_bytes_per_second = "400 Gb/s"
 
-Programs write JSON in base units. `plan.json` (a `PlanFile`) and `calibration.json` (a `Calibration`):
+Programs write JSON in base units. `plan.json` (a `PlanFile`), `calibration.json` (a `Calibration`) and `fanout.json`
+(a `FanoutComparison`):
 
     {
       "format": "graphpilot plan",
-      "schema_version": 1,
+      "schema_version": 2,
       "content_sha256": "6f0c...",  # of the content without white space, keys sorted: shows any later change
       "content": {"graph": {"source": {"path": "/data/cora.npz", ...}, "num_nodes": 2708, ...}, "plan": {...}, ...}
     }
@@ -62,7 +67,7 @@ Traces are Chrome trace JSON (`chrome.py`), one event a line:
     "displayTimeUnit": "ms",
     "graphpilot": {
       "format": "graphpilot trace",
-      "schema_version": 1,
+      "schema_version": 2,
       "traces": [{"name": "measured", "first_pid": 0, "origin": "measured", "num_ranks": 2, "step_seconds": [...], ...}]
     },
     "traceEvents": [
@@ -88,6 +93,7 @@ from simulator.specs.cluster import ClusterSpec
 from simulator.specs.convert import from_plain, shown, to_plain
 from simulator.specs.decision import PlanFile
 from simulator.specs.document import check_head, document_content, document_head, document_text, json_text, parse_json
+from simulator.specs.fanout import FanoutComparison
 from simulator.specs.graph import GraphFile
 from simulator.specs.run import RunSpec
 from simulator.specs.toml import LOCAL, full_cluster, merged, parse_toml, toml_text
@@ -163,6 +169,20 @@ def read_calibration(path: Path) -> Calibration:
         SpecError: if the file cannot be read, is of another kind or version, or was changed.
     """
     return from_plain(Calibration, document_content(_read_text(path), "calibration", where=str(path)), where=str(path))
+
+
+def write_fanout(path: Path, comparison: FanoutComparison) -> None:
+    """Write a comparison of fan-outs as JSON."""
+    write_text_atomic(path, document_text("fanout", to_plain(comparison)))
+
+
+def read_fanout(path: Path) -> FanoutComparison:
+    """Return what `write_fanout` wrote.
+
+    Raises:
+        SpecError: if the file cannot be read, is of another kind or version, or was changed.
+    """
+    return from_plain(FanoutComparison, document_content(_read_text(path), "fanout", where=str(path)), where=str(path))
 
 
 def write_trace(path: Path, trace: Trace) -> None:

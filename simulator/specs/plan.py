@@ -1,10 +1,11 @@
 """Plan: how one model is trained on one graph by many ranks."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
-from simulator.specs.checks import require, require_at_least, require_length, require_positive
+from simulator.specs.checks import require, require_at_least, require_length, require_positive, require_share
+from simulator.specs.order import OrderSpec
 from simulator.specs.units import MIB, Dtype
 
 
@@ -21,6 +22,13 @@ class Recompute(StrEnum):
 
     NONE = "none"
     LAYER = "layer"  # only the layer's input is kept
+
+
+class StepMode(StrEnum):
+    """How the operations of a step get to the device."""
+
+    EAGER = "eager"  # the host launches one after another
+    CUDA_GRAPH = "cuda_graph"  # once captured they are launched as one; steps that are traced stay eager
 
 
 class PartitionMethod(StrEnum):
@@ -41,6 +49,12 @@ class PartSpec:
         num_feature_entries: stored entries of their sparse features; 0 when features are dense.
         edges_from: edges into this part's nodes, by the part that owns the source.
         halo_rows_from: distinct sources of those edges, by the part that owns them; 0 for the part itself.
+        edges_of_long_targets_from: of the edges, by the part that owns the source, those of targets with more than
+            `MAX_SHORT_EDGES` edges.
+        edges_of_long_sources_from: of the edges, by the part that owns the source, those of sources with more than
+            `MAX_SHORT_EDGES` edges into this part.
+        inner_edges_of_long_targets: of the edges inside the part, those of targets with more than `MAX_SHORT_EDGES` of
+            these.
     """
 
     num_nodes: int
@@ -48,6 +62,9 @@ class PartSpec:
     num_feature_entries: int
     edges_from: tuple[int, ...]
     halo_rows_from: tuple[int, ...]
+    edges_of_long_targets_from: tuple[int, ...]
+    edges_of_long_sources_from: tuple[int, ...]
+    inner_edges_of_long_targets: int
 
     @property
     def num_edges(self) -> int:
@@ -80,7 +97,13 @@ class PartitionSpec:
     def __post_init__(self) -> None:
         require_positive(num_parts=len(self.parts))
         for part in self.parts:
-            require_length(len(self.parts), edges_from=part.edges_from, halo_rows_from=part.halo_rows_from)
+            require_length(
+                len(self.parts),
+                edges_from=part.edges_from,
+                halo_rows_from=part.halo_rows_from,
+                edges_of_long_targets_from=part.edges_of_long_targets_from,
+                edges_of_long_sources_from=part.edges_of_long_sources_from,
+            )
 
     @property
     def num_parts(self) -> int:
@@ -133,6 +156,10 @@ class Plan:
         recompute: of each layer.
         precision: of activations; parameters, softmax and loss are fp32.
         gradient_bucket_bytes: gradients are reduced in buckets of about this size.
+        order: in which each rank holds its nodes.
+        step_mode: how steps are launched.
+        beyond_cache_ratio: share of the rows that attention gathers which come from beyond the device's cache, with
+            this partition, order and precision; None where nobody looked.
     """
 
     data_parallel_degree: int
@@ -143,6 +170,9 @@ class Plan:
     recompute: tuple[Recompute, ...]
     precision: Dtype
     gradient_bucket_bytes: int = 25 * MIB
+    order: OrderSpec = field(default_factory=OrderSpec)
+    step_mode: StepMode = StepMode.EAGER
+    beyond_cache_ratio: float | None = None
 
     def __post_init__(self) -> None:
         require_positive(data_parallel_degree=self.data_parallel_degree)
@@ -156,6 +186,7 @@ class Plan:
             self.parts_per_batch,
         )
         require_length(len(self.exchange), recompute=self.recompute)
+        require_share(beyond_cache_ratio=self.beyond_cache_ratio)
 
     @property
     def num_ranks(self) -> int:

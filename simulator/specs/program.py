@@ -10,6 +10,9 @@ from enum import StrEnum
 
 from simulator.specs.units import Dtype
 
+# A row with more edges is long: attention's kernels on GPUs cut it into pieces that programs of their own take.
+MAX_SHORT_EDGES = 32
+
 
 class TaskKind(StrEnum):
     """What a task computes or moves; `SHAPE_FIELDS` says what its shape counts, `executor/operations.py` does it."""
@@ -58,7 +61,16 @@ SHAPE_FIELDS: dict[TaskKind, tuple[str, ...]] = {
     # Own rows to a buffer of as many rows as the largest part has; backward, the way back.
     TaskKind.PAD_ROWS: ("rows", "rows_padded", "columns"),
     TaskKind.EDGE_BIAS: ("edges", "heads"),
-    TaskKind.ATTENTION: ("targets", "sources", "edges", "heads", "head_size"),
+    # Of the edges, those of targets, and those of sources, with more than MAX_SHORT_EDGES of them.
+    TaskKind.ATTENTION: (
+        "targets",
+        "sources",
+        "edges",
+        "edges_of_long_targets",
+        "edges_of_long_sources",
+        "heads",
+        "head_size",
+    ),
     TaskKind.LOSS: ("rows", "rows_labelled", "columns"),
     TaskKind.CLIP: ("elements", "tensors"),
     TaskKind.OPTIMIZER: ("elements", "tensors"),
@@ -100,6 +112,8 @@ class Task:
         waits_for: indices of earlier tasks of this rank, on other streams, that must end first.
         group: ranks of a collective, in order; empty otherwise.
         blocks_host: the host thread waits until it has ended.
+        beyond_cache_ratio: of attention, an estimate of the share of gathered rows that come from beyond the device's
+            cache; None for other kinds.
     """
 
     name: str
@@ -111,6 +125,7 @@ class Task:
     waits_for: tuple[int, ...] = ()
     group: tuple[int, ...] = ()
     blocks_host: bool = False
+    beyond_cache_ratio: float | None = None
 
     @property
     def num_bytes(self) -> int:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from simulator.specs.cluster import ClusterSpec
+from simulator.specs.fanout import FanoutSpec
 from simulator.specs.graph import GraphSource
 from simulator.specs.model import ModelSpec
 from simulator.specs.search import SearchSpec
@@ -17,6 +18,7 @@ class RunSpec:
         graph: a graph store, or the generator of one.
         cluster: None for the machine at hand (`name = "local"`), which only the machine itself can describe.
         search: which plans may be proposed.
+        fanout: what `graphpilot fanout` compares.
     """
 
     graph: GraphSource
@@ -24,3 +26,4 @@ class RunSpec:
     cluster: ClusterSpec | None
     train: TrainSpec
     search: SearchSpec = field(default_factory=SearchSpec)
+    fanout: FanoutSpec = field(default_factory=FanoutSpec)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from simulator.specs.checks import require, require_positive
+from simulator.specs.order import NodeOrder
 from simulator.specs.plan import Exchange, Recompute
 from simulator.specs.units import Dtype
 
@@ -23,6 +24,7 @@ class SearchSpec:
         num_ranks: numbers of ranks to try; empty for every power of two up to the cluster, and the cluster.
         batches, exchanges, recomputes, precisions: choices to try.
         parts_per_replica: cluster batches cut the graph into this many parts for each replica.
+        orders: of the nodes of a rank, to choose from by predicted gain; the only one is taken without a question.
         seed: of the partitioner.
     """
 
@@ -32,11 +34,12 @@ class SearchSpec:
     recomputes: tuple[Recompute, ...] = (Recompute.NONE, Recompute.LAYER)
     precisions: tuple[Dtype, ...] = (Dtype.FLOAT32,)
     parts_per_replica: int = 4
+    orders: tuple[NodeOrder, ...] = tuple(NodeOrder)
     seed: int = 0
 
     def __post_init__(self) -> None:
         require_positive(parts_per_replica=self.parts_per_replica)
-        for field in ("batches", "exchanges", "recomputes", "precisions"):
+        for field in ("batches", "exchanges", "recomputes", "precisions", "orders"):
             require(len(getattr(self, field)) > 0, field, "must name at least one choice", getattr(self, field))
         for num_ranks in self.num_ranks:
             require(num_ranks >= 1, "num_ranks", "must hold numbers >= 1", num_ranks)

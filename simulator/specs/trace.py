@@ -25,7 +25,7 @@ class Span:
         duration_seconds: from start to end, waiting included.
         waiting_seconds: of it, a collective's wait for its last rank.
         host_seconds: time for which the host thread was busy issuing it.
-        shape, dtype, group: as in `Task`.
+        shape, dtype, group, beyond_cache_ratio: as in `Task`.
     """
 
     rank: int
@@ -41,6 +41,7 @@ class Span:
     host_seconds: float = 0.0
     dtype: Dtype = Dtype.FLOAT32
     group: tuple[int, ...] = ()
+    beyond_cache_ratio: float | None = None
 
     @property
     def end_seconds(self) -> float:

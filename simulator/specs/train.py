@@ -18,6 +18,8 @@ class TrainSpec:
         evaluate_every_steps: updates between evaluations; the last update is always followed by one.
         trace_steps: updates recorded task by task, after the first ones that are slower.
         seed: of parameters, dropout and the order of cluster batches.
+        compile_dense: compile what lies between attentions, which takes tens of seconds at the start and makes a step
+            shorter: it pays in long runs. On GPUs, for full-graph batches.
     """
 
     num_steps: int
@@ -28,6 +30,7 @@ class TrainSpec:
     evaluate_every_steps: int = 10
     trace_steps: int = 0
     seed: int = 0
+    compile_dense: bool = False
 
     def __post_init__(self) -> None:
         require_positive(num_steps=self.num_steps, learning_rate=self.learning_rate)

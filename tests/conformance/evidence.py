@@ -112,6 +112,8 @@ def _expected_operands(task: Task) -> tuple[Operands, ...]:
         return (Operands(function="mm", counts=(task.shape[1],)),)
     if task.kind is TaskKind.OPTIMIZER:
         return (Operands(function="_fused_adamw_", counts=task.shape),)
+    if task.kind is TaskKind.ATTENTION and task.phase is not Phase.BACKWARD:
+        return (Operands(function="edge_attention", counts=task.shape[3:5]),)
     return ()
 
 
@@ -185,7 +187,7 @@ def _products(task: Task) -> list[Expected]:
 
 def _attention(task: Task) -> list[ExpectedOperand]:
     """Return the operands of attention, which more than one implementation offers."""
-    targets, sources, edges, heads, head_size = task.shape
+    targets, sources, edges, _, _, heads, head_size = task.shape
     return [
         ExpectedOperand(sizes=((targets, heads, head_size),)),
         ExpectedOperand(sizes=((sources, 2, heads, head_size), (sources, heads, head_size))),

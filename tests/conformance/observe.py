@@ -16,12 +16,16 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 import executor.exchange
+import executor.operations
+from executor.attention.graph import EdgeGraph
 from executor.record import kernel_times, profiled_events
 from executor.train import Trainer
+from simulator.specs.program import MAX_SHORT_EDGES
 
 TASK_PREFIX = "task/"
 _PROBE_PREFIX = "probe/"
@@ -67,8 +71,9 @@ class Operands:
     """What the profiler does not tell of an operator's operands.
 
     Attributes:
-        function: "mm" with a sparse operand, or "_fused_adamw_".
-        counts: entries of the sparse operand; elements and tensors of the parameters.
+        function: "mm" with a sparse operand, "_fused_adamw_" or "edge_attention".
+        counts: entries of the sparse operand; elements and tensors of the parameters; edges of long targets and edges
+            of long sources.
     """
 
     function: str
@@ -236,17 +241,20 @@ def _tuples(nested: list[Any]) -> Dims:
 
 
 def _operator_seconds(operators: Sequence[Event], ranges: _Ranges) -> dict[str, float]:
-    """Return the time of operators of the tensor library that call no other, in all and inside tasks."""
+    """Return the time of our own operators and of torch's that call no other, in all and inside tasks."""
     leaves: list[Event] = []
     by_thread: dict[int, list[Event]] = defaultdict(list)
     for event in operators:
         by_thread[event["tid"]].append(event)
     for found in by_thread.values():
         found.sort(key=lambda event: (event["ts"], -event["dur"]))
+        counted_until = 0.0  # what our own operators call is in their time
         for event, following in itertools.zip_longest(found, found[1:]):
-            is_leaf = following is None or following["ts"] >= event["ts"] + event["dur"]
-            if is_leaf and event["name"].startswith("aten::"):
+            end, is_own = event["ts"] + event["dur"], event["name"].startswith("graphpilot::")
+            is_leaf = following is None or following["ts"] >= end
+            if event["ts"] >= counted_until and (is_own or (is_leaf and event["name"].startswith("aten::"))):
                 leaves.append(event)
+                counted_until = end
     return {
         "busy_seconds": sum(event["dur"] for event in leaves) / 1e6,
         "named_seconds": sum(event["dur"] for event in leaves if ranges.at(event) is not None) / 1e6,
@@ -268,7 +276,7 @@ def _kernel_seconds(events: Sequence[Event]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _probes() -> Iterator[list[Probe]]:
-    """Look at each call of a collective and each product with a sparse operand; give the list that they fill."""
+    """Look at each call of a collective and of what the profiler does not tell all; give the list that they fill."""
     found: list[Probe] = []
     with contextlib.ExitStack() as stack:
         for module, name, look in (
@@ -278,6 +286,7 @@ def _probes() -> Iterator[list[Probe]]:
             (executor.exchange, "reduce_scatter_single", functools.partial(_call_with_output, "reduce_scatter")),
             (torch, "mm", _sparse_operand),
             (torch, "_fused_adamw_", _parameters),
+            (executor.operations, "edge_attention", _edges_of_long_rows),
         ):
             stack.enter_context(mock.patch.object(module, name, _probed(getattr(module, name), look, found)))
         yield found
@@ -331,3 +340,10 @@ def _sparse_operand(left: torch.Tensor, *_: Any, **__: Any) -> Operands | None:
 def _parameters(parameters: Sequence[torch.Tensor], *_: Any, **__: Any) -> Operands:
     elements = sum(parameter.numel() for parameter in parameters)
     return Operands(function="_fused_adamw_", counts=(elements, len(parameters)))
+
+
+def _edges_of_long_rows(*arguments: Any, **_: Any) -> Operands:
+    graph: EdgeGraph = arguments[3]
+    degrees = (np.diff(graph.indptr_N1.cpu().numpy()), np.unique(graph.source_E.cpu().numpy(), return_counts=True)[1])
+    counts = tuple(sum(degree for degree in row.tolist() if degree > MAX_SHORT_EDGES) for row in degrees)
+    return Operands(function="edge_attention", counts=counts)

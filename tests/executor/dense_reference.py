@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from executor import operations
+from executor.keyed import key_word
 from simulator.readers.graphs import Graph
 from simulator.specs.model import NUM_DEGREE_BUCKETS, EdgeBias, ModelSpec
 from simulator.specs.train import TrainSpec
@@ -172,7 +173,7 @@ def _dropout_mask(problem: Problem, name: str, x_ND: Tensor, step: int) -> Tenso
     ratio = problem.model.dropout_ratio
     if ratio == 0:
         return torch.ones_like(x_ND)
-    seed = zlib.crc32(f"{problem.train.seed}/{step}/{name}".encode())
+    seed = int(key_word(torch.tensor([problem.train.seed, step]))) ^ zlib.crc32(name.encode())
     with torch.no_grad():
         mask: Tensor = operations.DROPOUT.function(torch.ones_like(x_ND), torch.arange(len(x_ND)), ratio, seed)
     return mask

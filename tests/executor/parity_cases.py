@@ -8,8 +8,10 @@ import torch
 
 from executor.train import Inputs
 from simulator.readers.graphs import Graph
+from simulator.readers.orders import order_sha256
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import EdgeBias, ModelSpec
+from simulator.specs.order import NodeOrder, OrderSpec
 from simulator.specs.plan import Exchange, Plan, Recompute, batch_parts
 from simulator.specs.train import TrainSpec
 from simulator.specs.units import MIB, Dtype
@@ -34,6 +36,7 @@ class ParityCase:
         num_parts: 0 for one part a rank of the graph group, so for the full graph.
         parts_per_batch: 0 for one part a rank of the graph group.
         extras: dropout, edge bias and encodings are in the model.
+        ordered: ranks hold their nodes in another order than the graph has them.
     """
 
     graph_name: str = "awkward"
@@ -47,6 +50,7 @@ class ParityCase:
     precision: Dtype = Dtype.FLOAT32
     gradient_bucket_bytes: int = 25 * MIB
     extras: bool = False
+    ordered: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -106,7 +110,22 @@ class ParityCase:
             recompute=self.recompute,
             precision=self.precision,
             gradient_bucket_bytes=self.gradient_bucket_bytes,
+            order=self.order,
         )
+
+    @cached_property
+    def order_N(self) -> np.ndarray | None:
+        """The nodes in the plan's order, an arbitrary one."""
+        if not self.ordered:
+            return None
+        return np.random.default_rng(9).permutation(self.graph.num_nodes).astype(np.int32)
+
+    @property
+    def order(self) -> OrderSpec:
+        """That order; its array lies in no file."""
+        if self.order_N is None:
+            return OrderSpec()
+        return OrderSpec(kind=NodeOrder.METIS, path="nowhere", sha256=order_sha256(self.order_N))
 
     @property
     def encodings(self) -> np.ndarray | None:
@@ -119,7 +138,7 @@ class ParityCase:
     @property
     def inputs(self) -> Inputs:
         """What the executor reads from files."""
-        return Inputs(graph=self.graph, part_N=self.part_N, encodings=self.encodings)
+        return Inputs(graph=self.graph, part_N=self.part_N, encodings=self.encodings, order_N=self.order_N)
 
     @property
     def problem(self) -> Problem:
@@ -159,6 +178,10 @@ def _one_rank() -> dict[str, ParityCase]:
         "full graph without edges": ParityCase(graph_name="edgeless"),
         "clusters": ParityCase(num_parts=5, parts_per_batch=2, extras=True, cut="lonely last"),
         "clusters without labels": ParityCase(num_parts=3, cut="unlabelled last"),
+        "full graph, ordered, all extras": ParityCase(extras=True, recompute=(KEEP, AGAIN), ordered=True),
+        "clusters, ordered": ParityCase(
+            graph_name="sparse", num_parts=5, parts_per_batch=2, extras=True, cut="lonely last", ordered=True
+        ),
     }
 
 
@@ -183,6 +206,8 @@ def _graph_parallel(ranks: int) -> dict[str, ParityCase]:
         "mixed, a part without labels": replace(mixed, cut="unlabelled last", extras=True),
         "halo, no edges": replace(halo, graph_name="edgeless"),
         "mixed, clusters": replace(mixed, num_parts=2 * ranks + 1, extras=True, recompute=(AGAIN, KEEP)),
+        "mixed, ordered, all extras": replace(mixed, extras=True, recompute=(AGAIN, KEEP), ordered=True),
+        "halo, ordered, sparse": replace(halo, graph_name="sparse", cut="lonely last", ordered=True),
     }
 
 
@@ -196,6 +221,9 @@ def _data_parallel(ranks: int) -> dict[str, ParityCase]:
             extras=True,
             recompute=(AGAIN, KEEP),
             gradient_bucket_bytes=SMALL_BUCKETS,
+        ),
+        "two parts each, ordered": ParityCase(
+            data_parallel_degree=ranks, num_parts=2 * ranks + 1, parts_per_batch=2, extras=True, ordered=True
         ),
         "one part each, sparse": ParityCase(
             graph_name="sparse", data_parallel_degree=ranks, num_parts=ranks + 1, cut="unlabelled last"

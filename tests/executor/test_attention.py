@@ -1,252 +1,265 @@
-"""Attention over edges, in every form, against a loop over targets in fp64, and its invariants."""
+"""Attention over edges against a reference in fp64, its invariants, and what it refuses."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from executor.attention import chunked
-from executor.attention.edges import edge_attention
+from executor.attention.edges import edge_attention, merge_attention
 from executor.attention.graph import EdgeGraph
-from executor.attention.plain import plain_attention
-from tests.small_graphs import Edges
+from tests.executor.attention_reference import (
+    HEADS,
+    Case,
+    Heads,
+    Layout,
+    case_of,
+    cases,
+    relative_errors,
+    run_attention,
+    run_reference,
+)
 
-HEADS, HEAD_SIZE = 2, 4
-CHUNKS_OF_EDGES = {"whole": 10**6, "chunks of one edge": 1, "chunks of five edges": 5}
-
-
-@pytest.fixture(params=[*CHUNKS_OF_EDGES, "plain"], scope="module")
-def attention(request: pytest.FixtureRequest) -> Iterator[Callable[..., Tensor]]:
-    """A form of `edge_attention` that runs on CPUs: what GPUs do without kernels, or chunks of a few edges."""
-    if request.param == "plain":
-        yield attend_plainly
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunked, "CHUNK_ELEMENTS", CHUNKS_OF_EDGES[request.param] * HEADS * HEAD_SIZE)
-        yield edge_attention
-
-
-def attend_plainly(
-    q: Tensor, k: Tensor, v: Tensor, graph: EdgeGraph, *, edge_bias_EH: Tensor | None = None, scale: float | None = None
-) -> Tensor:
-    return plain_attention(q, k, v, graph, edge_bias_EH, q.shape[2] ** -0.5 if scale is None else scale)
+FP32_ERROR, BF16_ERROR = 1e-5, 2e-2  # of the largest value of the reference
+LOW_PRECISION_HEADS = (Heads(3, 1, 5, True), Heads(4, 4, 7, True))
+BIPARTITE = case_of([(11, 0), (11, 0), (2, 1)], 2, 12, num_heads=8, num_kv_heads=8, has_bias=True)
+NO_EDGES = case_of([], 3, num_heads=8, num_kv_heads=8, has_bias=True)
+ONE_NODE = case_of([(0, 0)], 1, num_heads=8, num_kv_heads=8)
+ISOLATED = case_of([(0, 0), (0, 0), (1, 0), (3, 3)], 5, num_heads=8, num_kv_heads=8)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bipartite:
-    """Edges (source, target) from source rows to target rows, by target."""
-
-    edges: tuple[tuple[int, int], ...]
-    num_targets: int
-    num_sources: int
-
-    @property
-    def graph(self) -> EdgeGraph:
-        ordered = sorted(self.edges, key=lambda edge: edge[1])
-        counts = torch.bincount(torch.tensor([t for _, t in ordered], dtype=torch.int64), minlength=self.num_targets)
-        return EdgeGraph(
-            indptr_N1=F.pad(counts.cumsum(0), (1, 0)),
-            source_E=torch.tensor([source for source, _ in ordered], dtype=torch.int64),
-            num_sources=self.num_sources,
-        )
+def require_below(errors: dict[str, float], bound: float) -> None:
+    assert max(errors.values()) <= bound, errors
 
 
-def square(edges: Edges, num_nodes: int) -> Bipartite:
-    return Bipartite(edges=tuple(edges), num_targets=num_nodes, num_sources=num_nodes)
+# --- Against the reference.
 
 
-@st.composite
-def bipartites(draw: st.DrawFn) -> Bipartite:
-    """Draw edges, multi-edges and targets without edges among them; as many sources as targets, more, or fewer."""
-    num_targets, num_sources = draw(st.integers(1, 8)), draw(st.integers(1, 12))
-    edge = st.tuples(st.integers(0, num_sources - 1), st.integers(0, num_targets - 1))
-    return Bipartite(edges=tuple(draw(st.lists(edge, max_size=40))), num_targets=num_targets, num_sources=num_sources)
+@given(cases())
+@example(BIPARTITE)
+@example(NO_EDGES)
+@example(ONE_NODE)
+@example(ISOLATED)
+@settings(max_examples=150)
+def test_results_and_gradients_are_those_of_fp64(case):
+    require_below(relative_errors(case), FP32_ERROR)
 
 
-def rows(num_rows: int, seed: int, scale: float = 1.0, head_size: int = HEAD_SIZE) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(num_rows, HEADS, head_size, generator=generator) * scale
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@given(case=cases(LOW_PRECISION_HEADS))
+@settings(max_examples=30)
+def test_16_bit_inputs_give_results_near_those_of_fp64(dtype, case):
+    require_below(relative_errors(case, dtype), BF16_ERROR)
+    assert run_attention(case, dtype)["out"].dtype == dtype
 
 
-def tensors(case: Bipartite, *, scale: float = 1.0) -> dict[str, Tensor]:
-    """Return queries, keys, values and a bias of each edge that are drawn at random."""
-    generator = torch.Generator().manual_seed(4)
-    return {
-        "q": rows(case.num_targets, 1, scale),
-        "k": rows(case.num_sources, 2, scale),
-        "v": rows(case.num_sources, 3),
-        "bias": torch.randn(len(case.edges), HEADS, generator=generator),
-    }
+def test_a_model_in_bf16_may_add_a_bias_in_fp32():
+    case = case_of([(s, t) for s in range(6) for t in range(5)], 5, 6, num_heads=4, num_kv_heads=4, head_size=7)
+    inputs = case.inputs(torch.bfloat16)
+    bias_EH = torch.randn(30, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    out = edge_attention(inputs["q"], inputs["k"], inputs["v"], case.graph(), edge_bias=bias_EH)
+    wide = {name: value.double() for name, value in inputs.items()}
+    scores_NSH = torch.einsum("nhk,shk->nsh", wide["q"], wide["k"]) * 7**-0.5
+    weights_NSH = torch.softmax(scores_NSH + bias_EH.detach().double().view(5, 6, 4), 1)
+    torch.testing.assert_close(out.double(), torch.einsum("nsh,shk->nhk", weights_NSH, wide["v"]), rtol=0.02, atol=0.02)
+    (gradient,) = torch.autograd.grad(out.float().sum(), [bias_EH])
+    assert gradient.dtype == torch.float32
 
 
-def loop_attention(case: Bipartite, *, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """Attend target by target and head by head."""
-    graph = case.graph
-    outputs = []
-    for target in range(case.num_targets):
-        first, last = graph.indptr_N1[target : target + 2].tolist()
-        if first == last:
-            outputs.append(torch.zeros_like(q[target]) + 0 * q[target])
-            continue
-        sources = graph.source_E[first:last]
-        heads = []
-        for head in range(HEADS):
-            scores = (k[sources, head] @ q[target, head]) * scale
-            scores = scores if bias is None else scores + bias[first:last, head]
-            heads.append(torch.softmax(scores, 0) @ v[sources, head])
-        outputs.append(torch.stack(heads))
-    return torch.stack(outputs)
+@pytest.mark.parametrize("head_size", [1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 40, 64, 72, 100, 127, 128])
+def test_every_head_size_works(head_size):
+    edges = [(s, t) for s in range(7) for t in range(5) if (s + 2 * t) % 3]
+    case = case_of(edges, 5, 7, num_heads=6, num_kv_heads=3, head_size=head_size, layout=Layout.VIEWS)
+    require_below(relative_errors(case), FP32_ERROR)
 
 
-HUB = square([(0, n) for n in range(40)] + [(n, 0) for n in range(40)] + [(3, 3), (3, 3), (5, 5)], 50)
-
-
-@given(bipartites(), st.booleans(), st.sampled_from([None, 1.0, 0.1]))
-@example(HUB, True, None)
-@example(square([], 1), False, None)
-@example(square([(0, 0)], 1), True, None)
-@example(square([(0, 0), (0, 0), (1, 0)], 3), True, None)
-@example(Bipartite(edges=((11, 0), (11, 0), (2, 1)), num_targets=2, num_sources=12), True, 1.0)
-def test_attention_and_its_gradients_equal_a_loop_over_targets(attention, case, with_bias, scale):
-    given_tensors = tensors(case)
-    wanted_gradient = rows(case.num_targets, 5)
-
-    def run(dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-        leaves = {name: value.to(dtype).requires_grad_() for name, value in given_tensors.items()}
-        bias = leaves["bias"] if with_bias else None
-        q, k, v = leaves["q"], leaves["k"], leaves["v"]
-        if dtype == torch.float64:
-            used_scale = HEAD_SIZE**-0.5 if scale is None else scale
-            out = loop_attention(case, q=q, k=k, v=v, bias=bias, scale=used_scale)
-        else:
-            out = attention(q, k, v, case.graph, edge_bias_EH=bias, scale=scale)
-        used = [q, k, v, bias] if bias is not None else [q, k, v]
-        gradients = torch.autograd.grad(out, used, wanted_gradient.to(dtype), allow_unused=True)
-        return out, [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(used, gradients, strict=True)]
-
-    out, gradients = run(torch.float32)
-    expected, expected_gradients = run(torch.float64)
-    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
-    for found, wanted in zip(gradients, expected_gradients, strict=True):
-        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
-
-
-@given(bipartites(), st.randoms(use_true_random=False))
-def test_permuting_nodes_permutes_outputs(attention, case, random):
-    new_target = random.sample(range(case.num_targets), case.num_targets)
-    new_source = random.sample(range(case.num_sources), case.num_sources)
-    moved = Bipartite(
-        edges=tuple((new_source[source], new_target[target]) for source, target in case.edges),
-        num_targets=case.num_targets,
-        num_sources=case.num_sources,
+@functools.cache
+def hub_case(*, is_target: bool) -> Case:
+    """Return a node with 10^5 edges, to it or from it, beside nodes with few."""
+    generator = torch.Generator().manual_seed(0)
+    many, few = torch.randint(0, 40, (100_000,), generator=generator), torch.randint(0, 40, (200,), generator=generator)
+    hub = torch.full_like(many, 7)
+    source_E, target_E = (many, hub) if is_target else (hub, many)
+    source_E, target_E = torch.cat([source_E, few]), torch.cat([target_E, few.flip(0)])
+    order = torch.sort(target_E, stable=True).indices
+    return Case(
+        source_E=source_E[order],
+        target_E=target_E[order],
+        num_targets=41,
+        num_sources=43,
+        num_heads=8,
+        num_kv_heads=8,
+        head_size=16,
+        has_bias=True,
     )
-    drawn = tensors(case)
-    out = attention(drawn["q"], drawn["k"], drawn["v"], case.graph)
-    q, k, v = torch.empty_like(drawn["q"]), torch.empty_like(drawn["k"]), torch.empty_like(drawn["v"])
-    q[new_target], k[new_source], v[new_source] = drawn["q"], drawn["k"], drawn["v"]
-    torch.testing.assert_close(attention(q, k, v, moved.graph)[new_target], out)
 
 
-def test_edges_between_all_pairs_give_dense_attention(attention):
-    case = Bipartite(edges=tuple((s, t) for s in range(9) for t in range(6)), num_targets=6, num_sources=9)
-    drawn = tensors(case)
-    q, k, v = (drawn[name].transpose(0, 1) for name in ("q", "k", "v"))
-    expected = F.scaled_dot_product_attention(q, k, v).transpose(0, 1)
-    torch.testing.assert_close(attention(drawn["q"], drawn["k"], drawn["v"], case.graph), expected)
-
-
-@given(bipartites())
-def test_equal_values_are_what_every_target_with_edges_gets(attention, case):
-    drawn = tensors(case)
-    value = torch.arange(HEADS * HEAD_SIZE, dtype=torch.float32).view(1, HEADS, HEAD_SIZE)
-    out = attention(drawn["q"], drawn["k"], value.expand(case.num_sources, -1, -1), case.graph)
-    linked = sorted({target for _, target in case.edges})
-    torch.testing.assert_close(out[linked], value.expand(len(linked), -1, -1))
-
-
-def test_an_edge_that_is_there_twice_counts_twice(attention):
-    # Target 0 has two edges from source 0 and one from source 1, all with the same score.
-    case = Bipartite(edges=((0, 0), (0, 0), (1, 0)), num_targets=1, num_sources=2)
-    values = torch.tensor([3.0, 9.0]).view(2, 1, 1).expand(2, HEADS, HEAD_SIZE)
-    keys = torch.ones(2, HEADS, HEAD_SIZE)
-    out = attention(torch.ones(1, HEADS, HEAD_SIZE), keys, values, case.graph)
-    torch.testing.assert_close(out, torch.full((1, HEADS, HEAD_SIZE), (3.0 + 3.0 + 9.0) / 3))
+@pytest.mark.parametrize("is_target", [True, False])
+def test_a_hub_of_100000_edges_loses_no_precision(is_target):
+    require_below(relative_errors(hub_case(is_target=is_target)), FP32_ERROR)
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_scores_around_a_thousand_stay_finite_and_right(attention, sign):
-    case = square([(s, t) for s in range(6) for t in range(6)], 6)
-    drawn = tensors(case, scale=45.0)
-    q, k, v = sign * drawn["q"].requires_grad_(), drawn["k"].requires_grad_(), drawn["v"].requires_grad_()
-    scores = torch.einsum("nhk,mhk->nmh", q, k) * HEAD_SIZE**-0.5
-    assert scores.abs().max() > 1000
-    out = attention(q, k, v, case.graph)
-    expected = loop_attention(case, q=q.double(), k=k.double(), v=v.double(), bias=None, scale=HEAD_SIZE**-0.5)
-    torch.testing.assert_close(out.double(), expected, rtol=1e-3, atol=1e-3)
-    for gradient in torch.autograd.grad(out.sum(), [q, k, v]):
-        assert torch.isfinite(gradient).all()
+def test_scores_around_a_thousand_stay_finite_and_right(sign):
+    edges = [(s, t) for s in range(6) for t in range(6)]
+    case = case_of(edges, 6, num_heads=8, num_kv_heads=8, spread=sign * 300.0, scale=1.0)
+    wanted = run_reference(case, torch.float32)
+    assert wanted["lse"].abs().max() > 1000
+    # An error of 2^-24 of the score is one of 1e-4 of the weight.
+    require_below(relative_errors(case), 1e-3)
 
 
-def test_scores_far_apart_leave_only_the_largest(attention):
+def test_scores_far_apart_leave_only_the_largest():
     # Scores 2000 and -2000: exp of either is infinite or zero in fp32.
-    case = Bipartite(edges=((0, 0), (1, 0)), num_targets=1, num_sources=2)
-    q = torch.full((1, HEADS, HEAD_SIZE), 1000.0)
-    k = torch.stack([torch.ones(HEADS, HEAD_SIZE), -torch.ones(HEADS, HEAD_SIZE)])
-    v = torch.stack([torch.full((HEADS, HEAD_SIZE), 5.0), torch.full((HEADS, HEAD_SIZE), -7.0)])
-    torch.testing.assert_close(attention(q, k, v, case.graph), torch.full((1, HEADS, HEAD_SIZE), 5.0))
+    graph = case_of([(0, 0), (1, 0)], 1, 2).graph()
+    q, ones = torch.full((1, 2, 16), 500.0), torch.ones(2, 16)
+    k, v = torch.stack([ones, -ones]), torch.stack([5 * ones, -7 * ones])
+    torch.testing.assert_close(edge_attention(q, k, v, graph), torch.full((1, 2, 16), 5.0))
+
+
+def test_edges_between_all_pairs_give_dense_attention():
+    case = case_of([(s, t) for s in range(9) for t in range(6)], 6, 9)
+    inputs = case.inputs()
+    q, k, v = (inputs[name].transpose(0, 1) for name in ("q", "k", "v"))
+    dense = F.scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(
+        edge_attention(inputs["q"], inputs["k"], inputs["v"], case.graph()), dense.transpose(0, 1)
+    )
+
+
+# --- Invariants.
+
+
+@given(cases(HEADS[:1]))
+def test_equal_values_are_what_every_target_with_edges_gets_in_bf16(case):
+    inputs = case.inputs(torch.bfloat16)
+    value_HK = torch.linspace(-3, 3, 128).view(8, 16).bfloat16()
+    v = value_HK.expand(case.num_sources, 8, 16)
+    out = edge_attention(inputs["q"], inputs["k"], v, case.graph())
+    linked = case.target_E.unique()
+    assert torch.equal(out[linked], value_HK.expand(len(linked), 8, 16))
+
+
+def test_an_edge_that_is_there_twice_counts_twice():
+    # Target 0 has two edges from source 0 and one from source 1, all with the same score.
+    graph = case_of([(0, 0), (0, 0), (1, 0)], 1, 2).graph()
+    values = torch.tensor([3.0, 9.0]).view(2, 1, 1).expand(2, 2, 16)
+    out = edge_attention(torch.ones(1, 2, 16), torch.ones(2, 2, 16), values, graph)
+    torch.testing.assert_close(out, torch.full((1, 2, 16), (3.0 + 3.0 + 9.0) / 3))
+
+
+@given(cases(HEADS[:1]), st.randoms(use_true_random=False))
+def test_permuting_nodes_permutes_outputs(case, shuffle):
+    new_target = shuffle.sample(range(case.num_targets), case.num_targets)
+    new_source = shuffle.sample(range(case.num_sources), case.num_sources)
+    pairs = zip(case.source_E.tolist(), case.target_E.tolist(), strict=True)
+    moved = case_of([(new_source[s], new_target[t]) for s, t in pairs], case.num_targets, case.num_sources)
+    inputs = case.inputs()
+    out = edge_attention(inputs["q"], inputs["k"], inputs["v"], case.graph())
+    q, k, v = (torch.empty_like(inputs[name]) for name in ("q", "k", "v"))
+    q[new_target], k[new_source], v[new_source] = inputs["q"], inputs["k"], inputs["v"]
+    torch.testing.assert_close(edge_attention(q, k, v, moved.graph())[new_target], out)
 
 
 @pytest.mark.parametrize("num_nodes", [0, 1, 5])
-def test_targets_without_edges_give_zeros_and_finite_gradients(attention, num_nodes):
-    case = square([], num_nodes)
-    drawn = tensors(case)
-    q, k, v = (drawn[name].requires_grad_() for name in ("q", "k", "v"))
-    out = attention(q, k, v, case.graph, edge_bias_EH=drawn["bias"])
-    assert torch.equal(out, torch.zeros(num_nodes, HEADS, HEAD_SIZE))
+def test_targets_without_edges_give_zeros_and_zero_gradients(num_nodes):
+    case = case_of([], num_nodes, num_heads=8, num_kv_heads=8)
+    q, k, v = (value.requires_grad_() for value in case.inputs().values())
+    out, lse = edge_attention(q, k, v, case.graph(), return_lse=True)
+    assert torch.equal(out, torch.zeros(num_nodes, 8, 16))
+    assert torch.equal(lse, torch.full((num_nodes, 8), -torch.inf))
     for gradient in torch.autograd.grad(out.sum(), [q, k, v]):
-        assert torch.equal(gradient, torch.zeros(num_nodes, HEADS, HEAD_SIZE))
+        assert torch.equal(gradient, torch.zeros(num_nodes, 8, 16))
 
 
-def test_a_target_without_edges_beside_others_gets_zeros_and_a_zero_gradient(attention):
-    case = square([(0, 0), (2, 0), (1, 2)], 3)  # nothing leads to node 1
-    drawn = tensors(case)
-    q, k, v = (drawn[name].requires_grad_() for name in ("q", "k", "v"))
-    out = attention(q, k, v, case.graph)
-    assert torch.equal(out[1], torch.zeros(HEADS, HEAD_SIZE))
-    (gradient,) = torch.autograd.grad(out.square().sum(), [q])
-    assert torch.equal(gradient[1], torch.zeros(HEADS, HEAD_SIZE))
-    assert gradient[0].abs().max() > 0
+def test_a_gradient_of_the_log_sum_exp_alone_is_that_of_scores():
+    case = case_of([(0, 0), (1, 0), (1, 1)], 2, num_heads=8, num_kv_heads=8)
+    q, k, v = (value.requires_grad_() for value in case.inputs().values())
+    _, lse = edge_attention(q, k, v, case.graph(), return_lse=True)
+    gradients = torch.autograd.grad(lse.sum(), [q, k, v])
+    # Row 1 has one edge: its log-sum-exp is the score.
+    torch.testing.assert_close(gradients[0][1], k[1] / 4)
+    assert torch.equal(gradients[2], torch.zeros_like(v))
 
 
-@given(bipartites())
-@example(HUB)
-def test_bf16_inputs_give_bf16_outputs_near_those_of_fp32(attention, case):
-    drawn = {name: value.bfloat16() for name, value in tensors(case).items()}
-    out = attention(drawn["q"], drawn["k"], drawn["v"], case.graph, edge_bias_EH=drawn["bias"])
-    exact = attention(
-        drawn["q"].float(), drawn["k"].float(), drawn["v"].float(), case.graph, edge_bias_EH=drawn["bias"].float()
-    )
-    assert out.dtype == torch.bfloat16
-    # Products of four entries are rounded to 8 bits before their sum; a softmax passes errors of scores on.
-    torch.testing.assert_close(out.float(), exact, rtol=0.05, atol=0.05)
+# --- Merging.
 
 
-def test_the_row_of_each_edge_follows_from_the_pointers():
-    graph = square([(4, 0), (1, 2), (2, 2), (0, 4)], 5).graph
+@given(cases(HEADS[:1]), st.integers(1, 4), st.integers(0, 100))
+def test_parts_of_the_edges_merge_to_the_whole_gradients_included(case, num_parts, seed):
+    part_E = torch.randint(0, num_parts, case.source_E.shape, generator=torch.Generator().manual_seed(seed))
+    gradients = case.gradients()
+
+    def run(masks: list[Tensor]) -> list[Tensor]:
+        q, k, v = (case.inputs()[name].requires_grad_() for name in "qkv")
+        parts = [edge_attention(q, k, v, _part(case, mask_E), return_lse=True, scale=case.scale) for mask_E in masks]
+        out, lse = merge_attention(parts) if len(parts) > 1 else parts[0]
+        finite = torch.isfinite(lse)
+        loss = (out * gradients["out"]).sum() + (torch.where(finite, lse, 0) * gradients["lse"]).sum()
+        return [out, lse, *torch.autograd.grad(loss, [q, k, v])]
+
+    whole = run([torch.ones_like(part_E, dtype=torch.bool)])
+    merged = run([part_E == part for part in range(num_parts)])
+    for found, wanted in zip(merged, whole, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def _part(case: Case, mask_E: Tensor) -> EdgeGraph:
+    source_E, target_E = case.source_E[mask_E], case.target_E[mask_E]
+    return Case(
+        source_E=source_E, target_E=target_E, num_targets=case.num_targets, num_sources=case.num_sources
+    ).graph()
+
+
+# --- What does not fit.
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"q": torch.zeros(4, 8, 16)}, r"q must have the shape \(3, 8, 16\), got \(4, 8, 16\)"),
+        ({"k": torch.zeros(3, 8, 8)}, r"k must have the shape \(3, 8, 16\), got \(3, 8, 8\)"),
+        ({"v": torch.zeros(3, 4, 16)}, r"v must have the shape \(3, 8, 16\), got \(3, 4, 16\)"),
+        ({"v": torch.zeros(3, 8, 16).bfloat16()}, r"v must have the format of q, torch.float32, got torch.bfloat16"),
+        ({"edge_bias": torch.zeros(1, 8)}, r"edge_bias must have the shape \(2, 8\), got \(1, 8\)"),
+        ({"edge_features": torch.zeros(2, 8)}, r"edge_features must have the shape \(2, 8, 16\), got \(2, 8\)"),
+        ({"dropout": 1.0}, r"dropout must be at least 0 and below 1, got 1.0"),
+        ({"dropout": 0.1}, r"dropout needs dropout_key, an int64 tensor of seed and step"),
+    ],
+)
+def test_what_does_not_fit_is_told_in_a_sentence(change, sentence):
+    case = case_of([(0, 0), (1, 2)], 3, num_heads=8, num_kv_heads=8)
+    arguments = case.inputs() | change
+    q, k, v = (arguments.pop(name) for name in ("q", "k", "v"))
+    with pytest.raises(ValueError, match=f"^{sentence}$"):
+        edge_attention(q, k, v, case.graph(), **arguments)
+
+
+def test_heads_that_cannot_be_grouped_and_fp64_are_refused():
+    graph, wide = case_of([(0, 0)], 1).graph(), torch.zeros(1, 2, 4, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"^the 2 heads of k must divide the 3 heads of q$"):
+        edge_attention(torch.zeros(1, 3, 4), torch.zeros(1, 2, 4), torch.zeros(1, 2, 4), graph)
+    with pytest.raises(ValueError, match=r"^q must be fp32, bf16 or fp16, got torch.float64$"):
+        edge_attention(wide, wide, wide, graph)
+    narrow = wide.float()
+    with pytest.raises(ValueError, match=r"^edge_bias must be fp32, bf16 or fp16, got torch.float64$"):
+        edge_attention(narrow, narrow, narrow, graph, edge_bias=wide[:, :, 0])
+
+
+def test_a_backward_pass_after_its_graph_is_gone_still_works():
+    q, k, v = (value.requires_grad_() for value in ONE_NODE.inputs().values())
+    out = edge_attention(q, k, v, ONE_NODE.graph())  # nobody else keeps the graph
+    assert torch.autograd.grad(out.sum(), [v])[0].eq(1).all()
+
+
+def test_the_row_of_each_edge_and_the_transpose_follow_from_the_pointers():
+    graph = case_of([(4, 0), (1, 2), (2, 2), (1, 4)], 5).graph()
     assert graph.target_E.tolist() == [0, 2, 2, 4]
     assert (graph.num_targets, graph.num_edges, graph.num_sources) == (5, 4, 5)
-
-
-@given(bipartites(), st.integers(1, 12))
-def test_chunks_are_runs_of_rows_with_few_edges_or_one_row_with_more(case, max_edges):
-    graph = case.graph
-    chunks = graph.chunks(max_edges)
-    assert [row for rows, _ in chunks for row in range(rows.start, rows.stop)] == [*range(case.num_targets)]
-    for rows, edges in chunks:
-        assert (edges.start, edges.stop) == tuple(graph.indptr_N1[[rows.start, rows.stop]].tolist())
-        assert edges.stop - edges.start <= max_edges or rows.stop - rows.start == 1
+    transpose = graph.transpose
+    assert transpose.indptr_M1.tolist() == [0, 0, 2, 3, 3, 4]
+    assert transpose.target_E.tolist() == [2, 4, 2, 0]
+    assert transpose.position_E.tolist() == [1, 3, 2, 0]

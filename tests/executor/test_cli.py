@@ -14,6 +14,7 @@ from executor.cli_output import accuracy_text
 from executor.environment import environment, local_cluster
 from simulator.specs.cluster import DeviceKind
 from simulator.specs.files import cluster_toml, read_calibration, read_plan, read_trace, write_trace
+from simulator.specs.order import NodeOrder
 from simulator.specs.trace import TraceOrigin
 from tests.executor.commands import (
     RUN_TOML,
@@ -90,6 +91,7 @@ def test_a_graph_in_numbers_fits_eighty_columns(command, tmp_path):
     assert "nodes" in done.out
     assert all(len(line) <= 80 for line in done.out.splitlines())
     assert "cutting into 16 parts" in done.err
+    assert [line.split()[0] for line in done.out.splitlines() if line.endswith(" %")][-4:] == list(NodeOrder)
 
 
 def test_quiet_prints_nothing_and_json_one_object(command, tmp_path):
@@ -100,6 +102,8 @@ def test_quiet_prints_nothing_and_json_one_object(command, tmp_path):
     assert printed.err == ""
     assert json.loads(printed.out)["num_nodes"] == 60
     assert [cut["num_parts"] for cut in json.loads(printed.out)["cuts"]] == [2, 4, 8, 16]
+    assert [order["kind"] for order in json.loads(printed.out)["orders"]] == list(NodeOrder)
+    assert all(order["window_16_reuse"] >= 1 for order in json.loads(printed.out)["orders"])
 
 
 def test_a_graph_without_edges_is_inspected(command, tmp_path):
@@ -123,6 +127,18 @@ def test_a_plan_is_told_in_eighty_columns_with_what_lost(command, tmp_path):
     assert len(file.ranking) >= 3
     assert all(len(line) <= 80 for line in done.out.splitlines() if not line.startswith("rejected")), done.out
     assert all(row.reason.split(" on the")[0] in " ".join(done.out.split()) for row in file.ranking[:1])
+
+
+def test_a_plan_tells_why_it_has_its_order(command, planned):
+    done = command("plan", "run.toml", "--calibration", "calibration.json")
+    # Keys and values of sixty nodes fit any cache.
+    assert "order natural: no other could shorten the gathers enough" in done.out.splitlines()
+    run = planned / "run.toml"
+    run.write_text(run.read_text() + 'orders = ["reverse_cuthill_mckee"]\n')
+    done = command("plan", "run.toml", "--calibration", "calibration.json")
+    assert "order Cuthill-McKee: the only one that [search] allows" in done.out.splitlines()
+    order = read_plan(planned / "plan.json").plan.order
+    assert sorted(np.load(planned / order.path).tolist()) == [*range(60)]
 
 
 def test_errors_of_a_prediction_are_told_a_row_a_kind_and_phase(command, planned):

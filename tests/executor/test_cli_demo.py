@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from executor.cli_demo import RUN_TOML
-from executor.measure.effort import Effort
+from executor.measure.effort import AttentionCase, Effort, GraphKind
 from simulator.specs.files import read_plan, read_run
 from simulator.specs.graph import CommunityGraph
 from tests.executor.commands import run_here, write_graph, write_run
@@ -16,9 +16,7 @@ TINY = Effort(
     rows=(64, 256),
     widths=(16, 32),
     edges=(256, 1024),
-    mean_degrees=(4,),
-    attention_widths=(32,),
-    max_attention_elements=2**20,
+    attention=(AttentionCase(graph=GraphKind.UNIFORM, edges=256, degree=4, heads=8, head_size=4),),
     collective_bytes=(1024, 65536),
     case_seconds=0.001,
     repetitions=3,

@@ -1,5 +1,8 @@
 """One rank's rows, edges, halo and messages against brute force; its tensors against the graph."""
 
+import itertools
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 import torch
@@ -17,50 +20,71 @@ from tests.small_graphs import Edges, graph_of, multigraphs
 OUTSIDE = -1
 
 
+Case = tuple[Edges, np.ndarray, int, np.ndarray | None]
+
+
 @st.composite
-def owned_graphs(draw: st.DrawFn) -> tuple[Edges, np.ndarray, int]:
-    """Draw edges, the rank that owns each node (or none), and the number of ranks, of which some may own nothing."""
+def owned_graphs(draw: st.DrawFn) -> Case:
+    """Draw edges, the rank that owns each node (or none), the number of ranks, of which some may own nothing, an order.
+
+    The order is None for the natural one.
+    """
     edges, num_nodes = draw(multigraphs())
     num_ranks = draw(st.integers(1, 4))
     owners = draw(st.lists(st.integers(OUTSIDE, num_ranks - 1), min_size=num_nodes, max_size=num_nodes))
-    return edges, np.array(owners), num_ranks
+    order = draw(st.none() | st.permutations(range(num_nodes)))
+    return edges, np.array(owners), num_ranks, None if order is None else np.array(order, dtype=np.int32)
 
 
-def all_local_edges(edges: Edges, owner_N: np.ndarray, num_ranks: int) -> list[LocalEdges]:
+def all_local_edges(case: Case) -> list[LocalEdges]:
+    edges, owner_N, num_ranks, order_N = case
     graph = graph_of(edges, len(owner_N))
-    return [local_edges(graph, owner_N, graph_rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
+    return [
+        local_edges(graph, owner_N, graph_rank=rank, num_ranks=num_ranks, order_N=order_N) for rank in range(num_ranks)
+    ]
 
 
-def brute_halo(edges: Edges, owner_N: np.ndarray, rank: int, other: int) -> list[int]:
-    """Return the nodes of another rank that a rank attends to, ascending."""
-    return sorted({source for source, target in edges if owner_N[target] == rank and owner_N[source] == other})
+def in_order(nodes: Iterable[int], order_N: np.ndarray | None) -> list[int]:
+    """Return nodes as an order has them."""
+    return sorted(nodes) if order_N is None else sorted(nodes, key=order_N.tolist().index)
+
+
+def brute_halo(case: Case, rank: int, other: int) -> list[int]:
+    """Return the nodes of another rank that a rank attends to, in order."""
+    edges, owner_N, _, order_N = case
+    return in_order(
+        {source for source, target in edges if owner_N[target] == rank and owner_N[source] == other}, order_N
+    )
 
 
 @given(owned_graphs())
 def test_a_rank_holds_its_nodes_and_the_edges_into_them_from_its_batch(case):
-    edges, owner_N, num_ranks = case
-    for rank, local in enumerate(all_local_edges(edges, owner_N, num_ranks)):
-        assert local.node_N.tolist() == [node for node in range(len(owner_N)) if owner_N[node] == rank]
+    edges, owner_N, _, order_N = case
+    for rank, local in enumerate(all_local_edges(case)):
+        assert local.node_N.tolist() == in_order(np.flatnonzero(owner_N == rank).tolist(), order_N)
         targets = np.repeat(local.node_N, np.diff(local.indptr_N1))
         held = sorted(zip(local.source_global_E.tolist(), targets.tolist(), strict=True))
         inside = [(s, t) for s, t in edges if owner_N[t] == rank and owner_N[s] != OUTSIDE]
         assert held == sorted(inside)
         assert local.owner_E.tolist() == owner_N[local.source_global_E].tolist()
+        for first, last in itertools.pairwise(local.indptr_N1.tolist()):
+            sources = local.source_global_E[first:last].tolist()
+            assert sources == sorted(sources)
 
 
 @given(owned_graphs())
 def test_the_halo_is_the_distinct_remote_sources_by_owner(case):
-    edges, owner_N, num_ranks = case
-    for rank, local in enumerate(all_local_edges(edges, owner_N, num_ranks)):
-        others = [[] if other == rank else brute_halo(edges, owner_N, rank, other) for other in range(num_ranks)]
+    _, _, num_ranks, _ = case
+    for rank, local in enumerate(all_local_edges(case)):
+        others = [[] if other == rank else brute_halo(case, rank, other) for other in range(num_ranks)]
         assert local.halo_M.tolist() == [node for nodes in others for node in nodes]
         assert local.rows_from == tuple(len(nodes) for nodes in others)
 
 
 @given(owned_graphs())
 def test_what_a_rank_sends_is_what_the_receiver_has_as_halo_in_the_same_order(case):
-    edges, owner_N, num_ranks = case
-    locals_by_rank = all_local_edges(edges, owner_N, num_ranks)
+    _, owner_N, _, _ = case
+    locals_by_rank = all_local_edges(case)
     for sender, sending in enumerate(locals_by_rank):
         messages = np.split(sending.node_N[sending.send_row_S], np.cumsum(sending.rows_to)[:-1])
         for receiver, receiving in enumerate(locals_by_rank):
@@ -70,18 +94,19 @@ def test_what_a_rank_sends_is_what_the_receiver_has_as_halo_in_the_same_order(ca
 
 @given(owned_graphs())
 def test_every_rank_knows_the_rows_of_the_largest(case):
-    edges, owner_N, num_ranks = case
-    found = {local.max_rows for local in all_local_edges(edges, owner_N, num_ranks)}
+    _, owner_N, num_ranks, _ = case
+    found = {local.max_rows for local in all_local_edges(case)}
     assert found == {max(int((owner_N == rank).sum()) for rank in range(num_ranks))}
 
 
 @given(owned_graphs())
 def test_rows_and_edges_of_a_full_graph_are_those_that_the_simulator_counts(case):
-    edges, owner_N, num_ranks = case
+    edges, owner_N, num_ranks, order_N = case
     part_N = np.maximum(owner_N, 0)  # a full graph leaves no node out
     graph = graph_of(edges, len(part_N), train_mask_N=np.arange(len(part_N)) % 2 == 0)
     plan = plan_of(graph, part_N, num_ranks, graph_parallel_degree=num_ranks)
-    for local, work in zip(all_local_edges(edges, part_N, num_ranks), rank_work(plan, step=0, seed=0), strict=True):
+    locals_by_rank = all_local_edges((edges, part_N, num_ranks, order_N))
+    for local, work in zip(locals_by_rank, rank_work(plan, step=0, seed=0), strict=True):
         assert work.num_rows == len(local.node_N)
         assert work.num_edges == len(local.source_global_E)
         assert work.num_train_rows == int(graph.train_mask_N[local.node_N].sum())
@@ -94,12 +119,19 @@ def test_rows_and_edges_of_a_full_graph_are_those_that_the_simulator_counts(case
 
 
 def rank_data(
-    graph: Graph, owner_N: np.ndarray, rank: int, num_ranks: int, *, encodings: np.ndarray | None = None
+    graph: Graph,
+    owner_N: np.ndarray,
+    rank: int,
+    num_ranks: int,
+    *,
+    encodings: np.ndarray | None = None,
+    order_N: np.ndarray | None = None,
 ) -> RankData:
     return build_rank_data(
         graph,
         encodings,
         owner_N,
+        order_N=order_N,
         graph_rank=rank,
         exchanges=frozenset({Exchange.HALO, Exchange.ALL_GATHER} if num_ranks > 1 else {Exchange.NONE}),
         degree_buckets=True,
@@ -113,15 +145,15 @@ def rank_data(
 
 @given(owned_graphs())
 def test_edges_lead_from_the_rows_that_an_exchange_lays_out(case):
-    edges, owner_N, num_ranks = case
+    edges, owner_N, num_ranks, order_N = case
     graph = graph_of(edges, len(owner_N))
-    locals_by_rank = all_local_edges(edges, owner_N, num_ranks)
+    locals_by_rank = all_local_edges(case)
     largest = max(len(local.node_N) for local in locals_by_rank)
     padded = [
         node for local in locals_by_rank for node in [*local.node_N.tolist(), *[None] * (largest - len(local.node_N))]
     ]
     for rank, local in enumerate(locals_by_rank):
-        data = rank_data(graph, owner_N, rank, num_ranks)
+        data = rank_data(graph, owner_N, rank, num_ranks, order_N=order_N)
         halo = [*local.node_N.tolist(), *local.halo_M.tolist()]
         layouts = {Exchange.NONE: halo, Exchange.HALO: halo, Exchange.ALL_GATHER: padded}
         for exchange, edge_graph in data.edges.items():
@@ -131,13 +163,15 @@ def test_edges_lead_from_the_rows_that_an_exchange_lays_out(case):
             assert edge_graph.indptr_N1.tolist() == local.indptr_N1.tolist()
 
 
+@pytest.mark.parametrize("is_ordered", [False, True], ids=["natural", "ordered"])
 @pytest.mark.parametrize("rank", range(3))
-def test_a_rank_has_the_features_labels_and_masks_of_its_nodes(rank):
+def test_a_rank_has_the_features_labels_and_masks_of_its_nodes(rank, is_ordered):
     graph = awkward_graph()
+    order_N = np.random.default_rng(2).permutation(graph.num_nodes) if is_ordered else None
     owner_N = uneven_parts(graph, 3)
     encodings = np.arange(2.0 * graph.num_nodes, dtype=np.float32).reshape(-1, 2)
-    data = rank_data(graph, owner_N, rank, 3, encodings=encodings)
-    nodes = np.flatnonzero(owner_N == rank)
+    data = rank_data(graph, owner_N, rank, 3, encodings=encodings, order_N=order_N)
+    nodes = np.array(in_order(np.flatnonzero(owner_N == rank).tolist(), order_N))
     assert data.node_N.tolist() == nodes.tolist()
     assert data.sparse is None
     assert data.dense_NF is not None

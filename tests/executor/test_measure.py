@@ -6,7 +6,16 @@ from pathlib import Path
 import pytest
 
 from executor.environment import environment, local_cluster
-from executor.measure.effort import FULL_CPU, FULL_CUDA, QUICK_CPU, QUICK_CUDA, Effort, case_shapes
+from executor.measure.effort import (
+    FULL_CPU,
+    FULL_CUDA,
+    QUICK_CPU,
+    QUICK_CUDA,
+    AttentionCase,
+    Effort,
+    GraphKind,
+    case_shapes,
+)
 from executor.measure.session import Session, effort_of, expected_seconds, run_host_session, run_session
 from simulator.specs.calibration import Calibration
 from simulator.specs.cluster import ClusterSpec, DeviceKind
@@ -18,9 +27,7 @@ TINY = Effort(
     rows=(64,),
     widths=(32,),
     edges=(256,),
-    mean_degrees=(4,),
-    attention_widths=(32,),
-    max_attention_elements=2**20,
+    attention=(AttentionCase(graph=GraphKind.UNIFORM, edges=256, degree=4, heads=8, head_size=4),),
     collective_bytes=(4096, 65536),
     case_seconds=1e-4,
     repetitions=3,
@@ -119,7 +126,7 @@ def test_a_host_only_calibration_scales_all_tasks_by_one_factor(session, calibra
 @pytest.mark.parametrize("effort", [TINY, QUICK_CPU, FULL_CPU, QUICK_CUDA, FULL_CUDA])
 def test_every_effort_has_shapes_of_every_kind(effort):
     shapes = list(case_shapes(effort))
-    assert {kind for kind, _ in shapes} == COMPUTES | UPDATES
+    assert {kind for kind, _ in shapes} == (COMPUTES | UPDATES) - {TaskKind.ATTENTION}
     assert all(len(shape) == len(SHAPE_FIELDS[kind]) for kind, shape in shapes)
     assert all(count >= 1 for _, shape in shapes for count in shape)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from executor.data import RankData, build_rank_data
+from executor.keyed import key_word
 from executor.model import ForwardSettings, GraphTransformer
 from executor.record import Recorder
 from simulator.readers.graphs import Graph, rows_by_target
@@ -46,6 +47,11 @@ def model_of(graph: Graph, model: ModelSpec) -> GraphTransformer:
         for value in found.parameters():
             value.add_(0.1 * torch.randn(value.shape))
     return found
+
+
+def word_of(seed: int, step: int) -> Tensor:
+    """Return what keys dropout."""
+    return key_word(torch.tensor([seed, step]))
 
 
 def loss_and_gradients(
@@ -126,9 +132,9 @@ def test_recomputing_layers_changes_neither_loss_nor_gradients():
     graph = awkward_graph()
     model = model_of(graph, replace(MODEL, dropout_ratio=0.4, edge_bias=EdgeBias.DEGREE))
     data = data_of(graph)
-    kept = loss_and_gradients(model, data, replace(SETTINGS, dropout_seed="0/3"))
+    kept = loss_and_gradients(model, data, replace(SETTINGS, dropout_word=word_of(0, 3)))
     for recompute in itertools.product(Recompute, repeat=2):
-        settings = replace(SETTINGS, dropout_seed="0/3", recompute=recompute)
+        settings = replace(SETTINGS, dropout_word=word_of(0, 3), recompute=recompute)
         loss, gradients = loss_and_gradients(model, data, settings)
         assert loss == kept[0]
         for name, gradient in gradients.items():
@@ -142,7 +148,8 @@ def test_dropout_is_drawn_from_its_seed_and_off_without_one():
     without = GraphTransformer(spec_of(graph), MODEL, Recorder())
     without.load_state_dict(model.state_dict())
     with torch.no_grad():
-        first, again, other = (model(data, replace(SETTINGS, dropout_seed=seed)) for seed in ("0/1", "0/1", "0/2"))
+        words = [word_of(0, step) for step in (1, 1, 2)]
+        first, again, other = (model(data, replace(SETTINGS, dropout_word=word)) for word in words)
         assert torch.equal(first, again)
         assert not torch.equal(first, other)
         assert torch.equal(model(data, SETTINGS), without(data, SETTINGS))

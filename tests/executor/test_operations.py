@@ -184,7 +184,7 @@ def test_a_layer_norm_by_hand():
 
 def test_attention_splits_the_columns_into_heads():
     # One edge from row 1 to row 0: the output is the value of row 1; values are the second half of the columns.
-    graph = EdgeGraph(indptr_N1=torch.tensor([0, 1]), source_E=torch.tensor([1]), num_sources=2)
+    graph = EdgeGraph(indptr_N1=torch.tensor([0, 1]), source_E=torch.tensor([1], dtype=torch.int32), num_sources=2)
     kv = torch.arange(16.0).view(2, 8)
     out = operations.ATTENTION.function(torch.ones(1, 4), kv, None, graph, 2)
     assert out.tolist() == [[12.0, 13.0, 14.0, 15.0]]
@@ -193,7 +193,8 @@ def test_attention_splits_the_columns_into_heads():
 def arguments_of(kind: TaskKind) -> tuple[tuple[object, ...], tuple[int, ...]]:
     """Return arguments for an operation, and the shape of their task by hand."""
     x = torch.zeros(5, 4)
-    graph = EdgeGraph(indptr_N1=torch.tensor([0, 2, 2, 2, 2, 3]), source_E=torch.tensor([6, 0, 1]), num_sources=7)
+    source_E = torch.tensor([6, 0, 1], dtype=torch.int32)
+    graph = EdgeGraph(indptr_N1=torch.tensor([0, 2, 2, 2, 2, 3]), source_E=source_E, num_sources=7)
     features = sparse_features(np.array([[0.0, 1.0, 2.0], [3.0, 0.0, 0.0]]))
     found: dict[TaskKind, tuple[tuple[object, ...], tuple[int, ...]]] = {
         TaskKind.LINEAR: ((x, torch.zeros(6, 4), torch.zeros(6)), (5, 4, 6)),
@@ -205,10 +206,18 @@ def arguments_of(kind: TaskKind) -> tuple[tuple[object, ...], tuple[int, ...]]:
         TaskKind.DROPOUT: ((x, torch.arange(5), 0.5, 0), (5, 4)),
         TaskKind.RESIDUAL: ((x, x), (5, 4)),
         TaskKind.EDGE_BIAS: ((torch.zeros(16, 2), torch.tensor([0, 3, 3])), (3, 2)),
-        TaskKind.ATTENTION: ((x, torch.zeros(7, 8), None, graph, 2), (5, 7, 3, 2, 2)),
+        TaskKind.ATTENTION: ((x, torch.zeros(7, 8), None, graph, 2), (5, 7, 3, 0, 0, 2, 2)),
         TaskKind.LOSS: ((x, torch.tensor([0, 1]), torch.tensor([3, 3]), 9), (5, 2, 4)),
     }
     return found[kind]
+
+
+def test_the_shape_of_attention_counts_edges_of_rows_with_more_than_32():
+    # 33 edges from row 0 into row 0, 32 from row 1 into row 1, and one from row 1 into row 2.
+    source_E = torch.tensor([0] * 33 + [1] * 33, dtype=torch.int32)
+    graph = EdgeGraph(indptr_N1=torch.tensor([0, 33, 65, 66]), source_E=source_E, num_sources=2)
+    shape = operations.ATTENTION.shape(torch.zeros(3, 4), torch.zeros(2, 8), None, graph, 2)
+    assert shape == (3, 2, 66, 33, 33 + 33, 2, 2)
 
 
 @pytest.mark.parametrize("operation", ALL_OPERATIONS, ids=lambda operation: operation.kind.value)

@@ -137,6 +137,9 @@ def made_plan(num_ranks=2, num_layers=2):
         num_feature_entries=0,
         edges_from=(583_000, *(own,) * (num_ranks - 1)),
         halo_rows_from=(0, *(16_000,) * (num_ranks - 1)),
+        edges_of_long_targets_from=(0,) * num_ranks,
+        edges_of_long_sources_from=(0,) * num_ranks,
+        inner_edges_of_long_targets=0,
     )
     partition = PartitionSpec(
         method=PartitionMethod.METIS, seed=0, path="partition.npy", sha256="ab" * 32, parts=(part,) * num_ranks

@@ -88,7 +88,7 @@ def test_the_clock_gives_the_seconds_of_each_step():
 # --- Batches.
 
 
-def trainers_of(plan: Plan, graph: Graph, part_N: np.ndarray) -> list[Trainer]:
+def trainers_of(plan: Plan, graph: Graph, part_N: np.ndarray, *, order_N: np.ndarray | None = None) -> list[Trainer]:
     """Return the trainer of each rank, without process groups: batches need none."""
     found = []
     for rank in range(plan.num_ranks):
@@ -102,7 +102,7 @@ def trainers_of(plan: Plan, graph: Graph, part_N: np.ndarray) -> list[Trainer]:
             world=None,
             device=torch.device("cpu"),
         )
-        inputs = Inputs(graph=graph, part_N=part_N, encodings=None)
+        inputs = Inputs(graph=graph, part_N=part_N, encodings=None, order_N=order_N)
         found.append(Trainer(plan, spec_of(graph), MODEL, TRAIN, inputs, place, Recorder()))
     return found
 
@@ -150,6 +150,16 @@ def test_every_labelled_node_of_a_step_has_the_same_weight_on_all_ranks_and_weig
         for data in batches:
             nodes = data.node_N[data.train_row_T]
             assert nodes.tolist() == [node for node in data.node_N.tolist() if GRAPH.train_mask_N[node]]
+
+
+def test_the_nodes_of_a_batch_come_in_the_order_of_the_plan():
+    order_N = np.random.default_rng(0).permutation(29)
+    part_N = np.arange(29) % 3
+    plan = plan_of(GRAPH, part_N, 3)
+    (trainer,) = trainers_of(plan, GRAPH, part_N, order_N=order_N)
+    for step in range(3):
+        nodes = trainer.batch(step).node_N.tolist()
+        assert nodes == [node for node in order_N.tolist() if part_N[node] == part_N[nodes[0]]]
 
 
 def test_the_order_of_parts_differs_between_epochs_and_seeds():
@@ -216,6 +226,17 @@ def test_training_lowers_the_loss_and_evaluating_changes_nothing():
     assert found == trainer.evaluate()
     assert found.train_accuracy_ratio > 0.5
     assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
+
+
+def test_each_step_has_its_learning_rate_whatever_steps_came_before():
+    trainer = one_rank_trainer(TrainSpec(num_steps=12, learning_rate=0.5, warmup_steps=4))
+    rates = []
+    for step in (0, 1, 8, 3):
+        trainer.step(step, trainer.batch(step))
+        rates.append(float(trainer.learning_rate))
+    # By hand: quarters of the peak in the warm-up, half of it halfway down.
+    assert rates == pytest.approx([0.125, 0.25, 0.25, 0.5])
+    assert trainer.optimizer.param_groups[0]["lr"] is trainer.learning_rate
 
 
 def test_gradients_are_forgotten_after_a_step():

@@ -1,11 +1,18 @@
+import dataclasses
+from pathlib import Path
+
 import pytest
 
-from planner.explain import Breakdown, breakdown, description, reason_lost
+from planner.explain import Breakdown, breakdown, description, order_reason, reason_lost
+from simulator.specs.decision import PlanFile
+from simulator.specs.order import NodeOrder, OrderSpec, RankedOrder
 from simulator.specs.plan import Exchange, Recompute
 from simulator.specs.program import Phase, Stream, TaskKind
 from simulator.specs.trace import Span, Trace, TraceOrigin
+from simulator.specs.train import TrainSpec
 from simulator.specs.units import Dtype
-from tests.made import equal_parts, made_plan
+from tests.made import equal_parts, graph_of, made_cluster, made_model, made_plan
+from tests.plans import plan_file_of
 
 
 def parts(num_parts: int):
@@ -104,3 +111,40 @@ def test_why_a_plan_lost(other, reason):
         compute_seconds=compute, communication_seconds=communication, waiting_seconds=waiting, idle_seconds=idle
     )
     assert reason_lost(BEST, lost) == reason
+
+
+NATURAL = RankedOrder(
+    kind=NodeOrder.NATURAL,
+    row_bytes=1000,
+    window_16_reuse=1.0,
+    window_64_reuse=1.0,
+    beyond_cache_ratio=0.8,
+    relative_seconds=1.0,
+)
+DEGREE = dataclasses.replace(NATURAL, kind=NodeOrder.DEGREE, beyond_cache_ratio=0.79, relative_seconds=0.985)
+METIS = dataclasses.replace(NATURAL, kind=NodeOrder.METIS, beyond_cache_ratio=0.3, relative_seconds=0.6)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "tried", "cache_bytes", "words"),
+    [
+        (NodeOrder.METIS, (NATURAL, DEGREE, METIS), 10**6, "gathers -40 %; 300 B an edge miss the cache, not 800 B"),
+        (NodeOrder.NATURAL, (NATURAL, DEGREE), 10**6, "the best other, by degree, changes gathers by -1.5 %"),
+        (NodeOrder.NATURAL, (NATURAL,), 10**6, "no other could shorten the gathers enough"),
+        (NodeOrder.NATURAL, (NATURAL,), 0, "cache_bytes of the device is unknown"),
+        (NodeOrder.METIS, (), 10**6, "the only one that [search] allows"),
+        (NodeOrder.NATURAL, (), 0, "the only one that [search] allows"),
+    ],
+)
+def test_the_choice_of_an_order_in_words(tmp_path: Path, chosen, tried, cache_bytes, words):
+    file = plan_file(tmp_path, chosen, tried, cache_bytes)
+    assert order_reason(file) == words
+
+
+def plan_file(folder: Path, kind: NodeOrder, tried: tuple[RankedOrder, ...], cache_bytes: int) -> PlanFile:
+    order = OrderSpec() if kind is NodeOrder.NATURAL else OrderSpec(kind=kind, path="order.npy", sha256="0" * 64)
+    plan, model, cluster = made_plan(parts(1), order=order), made_model(), made_cluster()
+    cluster = dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, cache_bytes=cache_bytes))
+    train = TrainSpec(num_steps=1, learning_rate=0.1)
+    file = plan_file_of(plan, graph_of(plan.partition), model, cluster, train, folder / "plan.json")
+    return dataclasses.replace(file, orders=tried)

@@ -4,6 +4,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import psutil
@@ -22,6 +23,7 @@ from simulator.specs.plan import PartitionMethod
 from tests.small_graphs import edges_of, graph_of, multigraphs
 
 NUM_RING_NODES = 60
+MAX_SHORT_EDGES = 2
 
 
 def ring():
@@ -44,6 +46,18 @@ def assert_counts_are_exact(parts, graph, part_N):
         assert part.num_nodes == owner.count(index)
         assert part.edges_from == tuple(pairs[index, other] for other in range(len(parts)))
         assert part.halo_rows_from == tuple(halo_pairs[index, other] for other in range(len(parts)))
+    into = Counter(target for _, target in edges)
+    inner = Counter(target for source, target in edges if owner[source] == owner[target])
+    out_of = Counter((owner[target], source) for source, target in edges)
+    of_long_targets = Counter((owner[t], owner[s]) for s, t in edges if into[t] > MAX_SHORT_EDGES)
+    of_long_sources = Counter((owner[t], owner[s]) for s, t in edges if out_of[owner[t], s] > MAX_SHORT_EDGES)
+    for index, part in enumerate(parts):
+        others = range(len(parts))
+        assert part.edges_of_long_targets_from == tuple(of_long_targets[index, other] for other in others)
+        assert part.edges_of_long_sources_from == tuple(of_long_sources[index, other] for other in others)
+        assert part.inner_edges_of_long_targets == sum(
+            count for node, count in inner.items() if owner[node] == index and count > MAX_SHORT_EDGES
+        )
     assert sum(part.num_edges for part in parts) == len(edges)
     assert sum(part.num_nodes for part in parts) == graph.num_nodes
 
@@ -59,6 +73,13 @@ def test_each_node_is_owned_once_and_counts_equal_brute_force(multigraph, num_pa
     assert part_N.dtype == np.int32
     assert 0 <= part_N.min() <= part_N.max() < num_parts == spec.num_parts
     assert_counts_are_exact(spec.parts, graph, part_N)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_edges_are_many():
+    """Let rows of three edges be long, as small graphs have them."""
+    with patch.object(partition, "MAX_SHORT_EDGES", MAX_SHORT_EDGES):
+        yield
 
 
 @given(multigraphs(), st.integers(1, 6), st.randoms(use_true_random=False))

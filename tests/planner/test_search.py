@@ -16,6 +16,7 @@ from simulator.constraints import violations
 from simulator.errors import CalibrationError, NoFeasiblePlanError
 from simulator.memory import misfit, peak_memory
 from simulator.readers.graphs import Graph
+from simulator.readers.orders import read_order
 from simulator.readers.partitions import read_partition
 from simulator.simulation import simulate
 from simulator.specs.calibration import Calibration
@@ -24,7 +25,9 @@ from simulator.specs.decision import PlanFile
 from simulator.specs.document import content_sha256
 from simulator.specs.graph import GraphFile, GraphSpec
 from simulator.specs.model import ModelSpec
+from simulator.specs.order import NodeOrder, OrderSpec
 from simulator.specs.plan import Exchange, Plan, Recompute
+from simulator.specs.program import TaskKind
 from simulator.specs.search import BatchKind, SearchSpec
 from simulator.specs.train import TrainSpec
 from simulator.specs.units import Dtype
@@ -232,6 +235,44 @@ def test_equal_predictions_go_to_the_plan_on_fewer_ranks(folder, monkeypatch):
     assert file.ranking[0].epoch_seconds == 1.0
 
 
+# --- The order of the nodes.
+
+
+def test_the_order_is_chosen_for_the_best_plan_and_the_device_and_changes_the_prediction(folder):
+    cluster = made_cluster(devices_per_host=1)
+    # Keys and values of 20 of the 400 nodes fit, which the ring of nodes uses best as it is.
+    small = dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, cache_bytes=20 * 2 * 16 * 4))
+    # Attention whose rows all come out of the cache takes half the time.
+    near = tuple(
+        dataclasses.replace(
+            sample, seconds=sample.seconds / 2, low_seconds=sample.low_seconds / 2, beyond_cache_ratio=0.0
+        )
+        for sample in FAST_TALK.computes
+        if sample.kind is TaskKind.ATTENTION
+    )
+    calibration = dataclasses.replace(FAST_TALK, computes=(*FAST_TALK.computes, *near))
+    unknown, natural = (found(folder, cluster=each, calibration=calibration) for each in (cluster, small))
+    assert unknown.plan.beyond_cache_ratio is None
+    assert natural.plan.beyond_cache_ratio == natural.orders[0].beyond_cache_ratio < 1
+    assert natural.prediction.epoch_seconds < unknown.prediction.epoch_seconds
+    assert [tried.kind for tried in unknown.orders] == [NodeOrder.NATURAL]
+    assert [tried.kind for tried in natural.orders] == list(NodeOrder)
+    assert unknown.plan.order == natural.plan.order == OrderSpec()
+    others = (NodeOrder.DEGREE, NodeOrder.REVERSE_CUTHILL_MCKEE)
+    file = found(folder, cluster=small, search=SearchSpec(orders=others), calibration=calibration)
+    assert file.orders == natural.orders[:3]
+    chosen = min(file.orders[1:], key=lambda tried: tried.relative_seconds)
+    assert file.plan == dataclasses.replace(
+        natural.plan, order=file.plan.order, beyond_cache_ratio=chosen.beyond_cache_ratio
+    )
+    assert file.plan.order.kind is chosen.kind
+    assert natural.plan.beyond_cache_ratio < chosen.beyond_cache_ratio
+    assert natural.prediction.p50_step_seconds < file.prediction.p50_step_seconds
+    order_N = read_order(file.plan.order, folder=folder, num_nodes=NUM_NODES)
+    assert order_N is not None
+    assert sorted(order_N.tolist()) == [*range(NUM_NODES)]
+
+
 # --- What was rejected.
 
 
@@ -311,6 +352,7 @@ def test_a_calibration_of_another_device_is_refused(folder):
             {"batches": (BatchKind.CLUSTERS,), "parts_per_replica": 3},
             lambda plan: plan.partition.num_parts == 3 * plan.num_ranks,
         ),
+        ({"orders": (NodeOrder.DEGREE,)}, lambda plan: plan.order.kind is NodeOrder.DEGREE),
         ({"seed": 7}, lambda plan: plan.partition.seed == 7),
     ],
     ids=str,

@@ -192,6 +192,24 @@ def test_a_measured_shape_is_a_sample_with_its_deciles():
     )
 
 
+def test_attentions_that_differ_in_the_cache_alone_are_samples_of_their_own():
+    plans = [dataclasses.replace(ALONE, beyond_cache_ratio=ratio) for ratio in (0.2, 0.7)]
+
+    def slower_attention(factor: float) -> Callable[[Span], float]:
+        return lambda span: factor if span.kind is TaskKind.ATTENTION else 1.0
+
+    runs = [run(measured(plan, slower_attention(factor))) for plan, factor in zip(plans, (1.5, 3.0), strict=True)]
+    updated, _ = recalibrate(CALIBRATION, CLUSTER, runs)
+    found = {s.beyond_cache_ratio for s in updated.computes if s.is_from_trace and s.kind is TaskKind.ATTENTION}
+    assert found == {0.2, 0.7}
+    for plan, factor in zip(plans, (1.5, 3.0), strict=True):
+        before, after = (
+            sum(span.busy_seconds for span in predicted(plan, calibration).spans if span.kind is TaskKind.ATTENTION)
+            for calibration in (CALIBRATION, updated)
+        )
+        assert after / before == pytest.approx(factor, rel=0.02)
+
+
 def test_kinds_that_were_not_measured_stay_as_they_were():
     calibration, corrections = recalibrate(CALIBRATION, CLUSTER, [run(measured(ALONE, lambda _: 2.0))])
     kinds = {label.split()[0] for label in factors(corrections)}

@@ -2,8 +2,10 @@ import dataclasses
 
 import pytest
 
-from simulator.constraints import violations
-from simulator.specs.plan import Exchange, Plan, Recompute
+from simulator.constraints import step_mode_of, training_violations, violations
+from simulator.specs.cluster import DeviceKind
+from simulator.specs.plan import Exchange, Plan, Recompute, StepMode
+from simulator.specs.train import TrainSpec
 from tests.made import equal_parts, graph_of, made_cluster, made_model, made_plan
 
 FOUR = equal_parts(4, num_nodes=400, num_edges=1600, halo_rows=10)
@@ -86,6 +88,44 @@ def test_several_ranks_exchange_and_one_does_not():
     ]
     alone = made_plan(FOUR, graph_parallel_degree=1, parts_per_batch=4, exchange=(Exchange.ALL_GATHER, Exchange.NONE))
     assert reasons(alone) == ["exchange[0] must be none when plan.graph_parallel_degree=1, got all_gather"]
+
+
+def test_only_full_graph_steps_of_one_gpu_are_replayed():
+    gpus = made_cluster(devices_per_host=4, kind=DeviceKind.CUDA)
+    whole = made_plan(FOUR, graph_parallel_degree=1, parts_per_batch=4, step_mode=StepMode.CUDA_GRAPH)
+    assert reasons(whole, cluster=gpus) == []
+    assert reasons(whole) == ["step_mode must be eager on devices of kind cpu, got cuda_graph"]
+    assert reasons(made_plan(FOUR, step_mode=StepMode.CUDA_GRAPH), cluster=gpus) == [
+        "step_mode must be eager when plan.num_ranks=4, got cuda_graph"
+    ]
+    assert reasons(dataclasses.replace(whole, parts_per_batch=3), cluster=gpus) == [
+        "step_mode must be eager when plan.parts_per_batch=3 of plan.partition.num_parts=4, got cuda_graph: the shapes "
+        "of batches differ"
+    ]
+
+
+@pytest.mark.parametrize("kind", DeviceKind)
+@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize("is_full_graph", [True, False])
+def test_steps_are_replayed_wherever_they_may_be(kind, num_ranks, is_full_graph):
+    mode = step_mode_of(num_ranks=num_ranks, is_full_graph=is_full_graph, cluster=made_cluster(kind=kind))
+    assert (mode is StepMode.CUDA_GRAPH) == (kind is DeviceKind.CUDA and num_ranks == 1 and is_full_graph)
+
+
+def test_dense_parts_are_compiled_for_full_graphs_on_gpus():
+    gpus = made_cluster(devices_per_host=4, kind=DeviceKind.CUDA)
+    train = TrainSpec(num_steps=10, learning_rate=0.1, compile_dense=True)
+    whole = made_plan(FOUR)
+    clusters = made_plan(FOUR, graph_parallel_degree=1, parts_per_batch=1)
+    assert training_violations(whole, train, gpus) == []
+    assert training_violations(clusters, dataclasses.replace(train, compile_dense=False), CLUSTER) == []
+    assert training_violations(whole, train, CLUSTER) == [
+        "train.compile_dense must be false on devices of kind cpu: it is for cuda"
+    ]
+    assert training_violations(clusters, train, gpus) == [
+        "train.compile_dense must be false when batches are clusters: their shapes differ, and each would be compiled "
+        "for itself"
+    ]
 
 
 def test_all_reasons_are_told():

@@ -11,7 +11,7 @@ from simulator.simulation import pricing, simulate, simulate_with
 from simulator.specs.calibration import Calibration
 from simulator.specs.cluster import ClusterSpec, DeviceKind, LinkSpec
 from simulator.specs.model import EdgeBias
-from simulator.specs.plan import Exchange, Plan, Recompute
+from simulator.specs.plan import Exchange, Plan, Recompute, StepMode
 from simulator.specs.program import Phase, TaskKind
 from simulator.specs.trace import Trace, TraceOrigin
 from simulator.specs.units import GB, Dtype
@@ -117,6 +117,13 @@ def test_on_a_gpu_a_step_takes_the_period_of_a_long_run(device_seconds, host_sec
     assert [span.name for span in trace.spans] == [
         task.name for task in lower(ALONE, graph_of(ALONE.partition), made_model(), GPU).tasks[0]
     ]
+
+
+def test_a_step_that_is_replayed_does_not_wait_for_its_launches():
+    computes, _ = counts_of(ALONE)
+    calibration = constant_calibration(device_seconds=1e-4, host_seconds=1e-3, overhead_seconds=1e-3)
+    replayed = dataclasses.replace(ALONE, step_mode=StepMode.CUDA_GRAPH)
+    assert seconds_of(replayed, cluster=GPU, calibration=calibration) == pytest.approx(computes * 1e-4)
 
 
 def test_on_gpus_collectives_and_computing_alternate():

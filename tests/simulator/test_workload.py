@@ -2,6 +2,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
@@ -109,9 +110,9 @@ def test_rows_and_edges_of_all_ranks_are_those_of_one_device(drawn):
         fields = SHAPE_FIELDS[task.kind]
         for position, field in enumerate(fields):
             counts = [other.shape[position] for other in shared[task.name]]
-            if field in ("rows", "rows_labelled", "entries", "edges", "targets"):
+            if field in ("rows", "rows_labelled", "entries", "edges", "edges_of_long_targets", "targets"):
                 assert sum(counts) == task.shape[position], (task.name, field)
-            elif field != "sources":
+            elif field not in ("sources", "edges_of_long_sources"):
                 assert set(counts) == {task.shape[position]}, (task.name, field)
 
 
@@ -197,12 +198,61 @@ def test_rows_that_a_rank_attends_to_by_hand(exchange, rows):
     assert work.num_source_rows(exchange) == rows
 
 
+def test_edges_of_long_rows_by_hand():
+    many: dict[str, Any] = {"edges_of_long_targets_from": [70, 40], "edges_of_long_sources_from": [60, 33]}
+    few: dict[str, Any] = {"edges_of_long_targets_from": [0, 35], "edges_of_long_sources_from": [34, 0]}
+    parts = [
+        made_part(10, [90, 50], [0, 5], inner_edges_of_long_targets=66, **many),
+        made_part(20, [40, 50], [5, 0], inner_edges_of_long_targets=0, **few),
+    ]
+
+    def counts(**fields):
+        plan = made_plan(made_partition(parts), num_layers=1, **fields)
+        batches = batch_parts(plan, step=0, seed=0)
+        return {
+            batch: (work.num_edges_of_long_targets, work.num_edges_of_long_sources)
+            for batch, work in zip(batches, rank_work(plan, step=0, seed=0), strict=False)
+        }
+
+    # In batches of one part only the edges inside it are there.
+    alone = counts(graph_parallel_degree=1, parts_per_batch=1, data_parallel_degree=2)
+    assert alone == {(0,): (66, 60), (1,): (0, 0)}
+    # One rank with both parts has all edges; sources that only both parts together make long are not known.
+    assert counts(graph_parallel_degree=1, parts_per_batch=2) == {(0, 1): (110 + 35, 93 + 34)}
+    shared = rank_work(made_plan(made_partition(parts)), step=0, seed=0)
+    assert [work.num_edges_of_long_targets for work in shared] == [110, 35]
+    assert [work.num_edges_of_long_sources for work in shared] == [93, 34]
+
+
+@pytest.mark.parametrize(
+    ("told", "cache_bytes", "edges", "expected"),
+    [
+        (0.25, 0, 800, 0.25),  # as the plan says
+        (None, 0, 800, 1.0),  # no cache is known
+        # Keys and values of 100 sources take 2 x 4 x 4 x 4 bytes each, of which the cache holds 40.
+        (None, 40 * 128, 10**9, 0.6),
+        # Those of all fit, and each of the 100 (1 - 1/e) rows that are read is read for a first time.
+        (None, 10**9, 100, 0.6321206),
+        (None, 10**9, 0, 1.0),
+    ],
+)
+def test_rows_from_beyond_the_cache_by_hand(told, cache_bytes, edges, expected):
+    cluster = dataclasses.replace(CPU, device=dataclasses.replace(CPU.device, cache_bytes=cache_bytes))
+    plan = made_plan(made_partition([made_part(100, [edges], [0])]), num_layers=1, beyond_cache_ratio=told)
+    model = made_model(width=16, num_heads=4, num_layers=1)
+    tasks = lower(plan, graph_of(plan.partition), model, cluster).tasks[0]
+    found = {task.beyond_cache_ratio for task in tasks if task.kind is TaskKind.ATTENTION}
+    assert list(found) == [pytest.approx(expected)]
+    assert {task.beyond_cache_ratio for task in tasks if task.kind is not TaskKind.ATTENTION} == {None}
+
+
 # --- Programs.
 
 
 def test_a_program_by_hand():
     # Two ranks; rank 0 owns 10 nodes and sends 4 of them to rank 1, which owns 20 and sends 3.
-    partition = made_partition([made_part(10, [5, 7], [0, 3]), made_part(20, [9, 2], [4, 0])])
+    long_rows: dict[str, Any] = {"edges_of_long_targets_from": [3, 5], "edges_of_long_sources_from": [2, 4]}
+    partition = made_partition([made_part(10, [5, 7], [0, 3], **long_rows), made_part(20, [9, 2], [4, 0])])
     model = made_model(width=8, num_heads=2, num_layers=1, feed_forward_width=12)
     plan = made_plan(partition, num_layers=1, precision=Dtype.BFLOAT16)
     graph = graph_of(partition, num_features=6, num_classes=5)
@@ -216,7 +266,7 @@ def test_a_program_by_hand():
         ("layer0.query_key_value", TaskKind.PROJECTION, (10, 8, 24)),
         ("layer0.pack", TaskKind.HALO_PACK, (10, 4, 16)),
         ("layer0.exchange", TaskKind.ALL_TO_ALL, (0, 4 * 16 * 2)),
-        ("layer0.attention", TaskKind.ATTENTION, (10, 13, 12, 2, 4)),
+        ("layer0.attention", TaskKind.ATTENTION, (10, 13, 12, 8, 6, 2, 4)),
         ("layer0.attention_output", TaskKind.LINEAR, (10, 8, 8)),
         ("layer0.attention_residual", TaskKind.RESIDUAL, (10, 8)),
         ("layer0.feed_forward_norm", TaskKind.LAYER_NORM, (10, 8)),

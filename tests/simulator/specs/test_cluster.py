@@ -40,6 +40,11 @@ def test_a_device_without_memory_or_speed_is_refused(field, value):
         replace(H200, **{field: value})
 
 
+def test_a_device_with_a_cache_of_less_than_nothing_is_refused():
+    with pytest.raises(SpecError, match="cache_bytes must be finite and >= 0, got -1"):
+        replace(H200, cache_bytes=-1)
+
+
 def test_a_link_with_negative_latency_is_refused():
     with pytest.raises(SpecError, match=r"latency_seconds must be finite and >= 0, got -1e-06"):
         replace(NVLINK4, latency_seconds=-1e-6)

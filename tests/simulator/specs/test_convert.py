@@ -167,6 +167,7 @@ EVERY_SPEC = {
     "clusters": strategies.clusters,
     "graphs": strategies.graphs,
     "models": strategies.models,
+    "neighbours": strategies.neighbours,
     "trains": strategies.trains,
     "searches": strategies.searches,
     "partitions": strategies.partitions(),

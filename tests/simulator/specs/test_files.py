@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 from simulator.errors import SpecError
 from simulator.specs import files
 from simulator.specs.cluster import BUILT_IN_CLUSTERS, H200, ClusterSpec, LinkSpec
-from simulator.specs.document import content_sha256
+from simulator.specs.convert import to_plain
+from simulator.specs.document import content_sha256, document_text
 from simulator.specs.files import (
     cluster_toml,
     read_calibration,
     read_cluster,
+    read_fanout,
     read_plan,
     read_run,
     read_trace,
@@ -28,6 +30,7 @@ from simulator.specs.files import (
     run_toml,
     write_calibration,
     write_cluster,
+    write_fanout,
     write_plan,
     write_text_atomic,
     write_trace,
@@ -35,12 +38,13 @@ from simulator.specs.files import (
 )
 from simulator.specs.graph import CommunityGraph, FeatureNorm, GraphFile
 from simulator.specs.model import ModelSpec
+from simulator.specs.order import OrderSpec
 from simulator.specs.plan import Exchange
 from simulator.specs.program import Phase, Stream, TaskKind
 from simulator.specs.search import SearchSpec
 from simulator.specs.trace import Span, Trace, TraceOrigin
 from simulator.specs.train import TrainSpec
-from tests.strategies import calibrations, clusters, plan_files, runs, traces
+from tests.strategies import calibrations, clusters, fanout_comparisons, plan_files, runs, traces
 
 # Each example writes to the same folder anew.
 same_folder = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -136,6 +140,7 @@ def test_a_cluster_is_printed_in_units_that_people_read():
         memory_bandwidth_bytes_per_second = "4.8 TB/s"
         fp32_flops_per_second = "67 TFLOP/s"
         bf16_flops_per_second = "989 TFLOP/s"
+        cache_bytes = "60 MiB"
 
         [device_link]
         latency_seconds = "13 us"
@@ -292,6 +297,26 @@ def test_a_plan_comes_back_equal(tmp_path, plan_file):
     assert read_plan(tmp_path / "plan.json") == plan_file
 
 
+@given(plan_file=plan_files)
+@same_folder
+def test_a_plan_from_before_there_were_orders_has_the_natural_one_and_an_unknown_cache(tmp_path, plan_file):
+    path = tmp_path / "plan.json"
+    content = to_plain(plan_file)
+    del content["orders"], content["plan"]["order"], content["cluster"]["device"]["cache_bytes"]
+    path.write_text(document_text("plan", content))
+    found = read_plan(path)
+    assert found.plan == replace(plan_file.plan, order=OrderSpec())
+    assert found.orders == ()
+    assert found.cluster.device == replace(plan_file.cluster.device, cache_bytes=0)
+
+
+@given(comparison=fanout_comparisons)
+@same_folder
+def test_a_comparison_of_fan_outs_comes_back_equal(tmp_path, comparison):
+    write_fanout(tmp_path / "fanout.json", comparison)
+    assert read_fanout(tmp_path / "fanout.json") == comparison
+
+
 @given(calibration=calibrations)
 @same_folder
 def test_a_calibration_comes_back_equal_and_with_its_hash(tmp_path, calibration):
@@ -383,12 +408,12 @@ def test_a_trace_of_another_program_is_refused(tmp_path, text):
 
 
 def test_a_trace_without_events_or_headers_is_refused(tmp_path):
-    head = {"format": "graphpilot trace", "schema_version": 1}
+    head = {"format": "graphpilot trace", "schema_version": 2}
     path = written(tmp_path, json.dumps({"graphpilot": head, "traceEvents": 3}), "t.json")
     with pytest.raises(SpecError, match=r"t\.json: traces and traceEvents must be lists, got None and 3"):
         read_trace(path)
-    newer = {**head, "schema_version": 2}
-    with pytest.raises(SpecError, match=r"t\.json: schema_version must be 1, got 2; update graphpilot"):
+    newer = {**head, "schema_version": 3}
+    with pytest.raises(SpecError, match=r"t\.json: schema_version must be 2, got 3; update graphpilot"):
         read_trace(written(tmp_path, json.dumps({"graphpilot": newer}), "t.json"))
 
 

@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simulator.errors import SpecError
-from simulator.specs.plan import Exchange, PartitionMethod, PartitionSpec, PartSpec, Plan, Recompute, batch_parts
+from simulator.specs.plan import Exchange, PartitionMethod, PartitionSpec, Plan, Recompute, batch_parts
 from simulator.specs.units import Dtype
+from tests.made import made_part
 from tests.strategies import partitions, plans, seeds
 
 # Two parts: 3 nodes with 4 own edges and 2 from the other, whose 1 source they share; 1 node with 1 and 5 edges.
@@ -16,8 +17,8 @@ PARTITION = PartitionSpec(
     path="parts.npy",
     sha256="0" * 64,
     parts=(
-        PartSpec(num_nodes=3, num_train_nodes=2, num_feature_entries=0, edges_from=(4, 2), halo_rows_from=(0, 1)),
-        PartSpec(num_nodes=1, num_train_nodes=1, num_feature_entries=0, edges_from=(5, 1), halo_rows_from=(3, 0)),
+        made_part(3, [4, 2], [0, 1]),
+        made_part(1, [5, 1], [3, 0]),
     ),
 )
 PLAN = Plan(
@@ -77,10 +78,7 @@ def test_batches_depend_on_seed_and_step_alone(plan, seed, step):
 
 
 def test_epochs_differ_in_their_order():
-    parts = tuple(
-        PartSpec(num_nodes=1, num_train_nodes=1, num_feature_entries=0, edges_from=(0,) * 8, halo_rows_from=(0,) * 8)
-        for _ in range(8)
-    )
+    parts = tuple(made_part(1, [0] * 8, [0] * 8) for _ in range(8))
     plan = replace(PLAN, partition=replace(PARTITION, parts=parts), graph_parallel_degree=1, parts_per_batch=1)
     epochs = [[batch_parts(plan, step=8 * epoch + step, seed=0) for step in range(8)] for epoch in range(4)]
     assert len({str(epoch) for epoch in epochs}) > 1

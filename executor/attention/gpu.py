@@ -1,0 +1,335 @@
+"""Attention over edges on GPUs: which kernels run on which rows, and what they write."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from executor.attention import kernels
+from executor.attention.graph import MAX_INT32, EdgeGraph
+from executor.attention.launch import launch, specialisation
+from executor.attention.work import WorkList
+from executor.keyed import threshold
+
+LOG2E = 1.4426950408889634
+MAX_BLOCK_NUMBERS = 256  # heads x columns that a program takes together
+# Of a tile (lanes x heads x columns). A warp holds 256, the fewest that a load of 16 bytes a thread fills: with two
+# edges at a time in a tile the accumulators leave registers for most warps. UNROLL edges of each lane are in flight.
+# Fastest of those tried on an H200: traces/attention_h200x1_202611/notes.md.
+TILE_NUMBERS = 256
+UNROLL = 2
+MAX_LANES = 32
+NUMBERS_PER_WARP = 1024
+MERGE_LANES = 8
+MERGE_WIDTH = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """How heads and columns are cut over programs.
+
+    Attributes:
+        group: query heads of a key head; block_g: the same, padded to a power of two.
+        block_k: key heads of a program.
+        block_d: columns of a head, padded to a power of two.
+        num_blocks: programs side by side.
+    """
+
+    num_heads: int
+    head_size: int
+    group: int
+    block_g: int
+    block_k: int
+    block_d: int
+    num_blocks: int
+
+    @property
+    def block_h(self) -> int:
+        """Query heads of a program."""
+        return self.block_g * self.block_k
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether some heads or columns of a program are not there."""
+        heads = self.num_blocks * self.block_k * self.group
+        return self.block_d != self.head_size or self.block_g != self.group or heads != self.num_heads
+
+    def lanes(self, numbers: int) -> int:
+        """Return the lanes of a tile of so many numbers."""
+        return max(1, min(numbers // (self.block_h * self.block_d), MAX_LANES))
+
+
+def blocks_of(num_heads: int, num_kv_heads: int, head_size: int) -> Blocks:
+    """Return the blocks of heads and columns."""
+    group = num_heads // num_kv_heads
+    block_d, block_g = _power_of_two(head_size), _power_of_two(group)
+    block_k = min(_power_of_two(num_kv_heads), max(MAX_BLOCK_NUMBERS // (block_g * block_d), 1))
+    return Blocks(
+        num_heads=num_heads,
+        head_size=head_size,
+        group=group,
+        block_g=block_g,
+        block_k=block_k,
+        block_d=block_d,
+        num_blocks=-(-num_kv_heads // block_k),
+    )
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    features: Tensor | None,
+    key: Tensor | None,
+    graph: EdgeGraph,
+    scale: float,
+    dropout: float,
+    *,
+    keep_rest: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output, [N, H, K], the log-sum-exp, fp32 [N, H], and what rounding took from the output or nothing."""
+    q, k, v = (_rows(x) for x in (q, k, v))
+    num_targets, num_heads, head_size = q.shape
+    work = graph.work
+    has_rest = keep_rest and q.dtype != torch.float32
+    out = _empty(q, q.dtype, num_targets, num_heads, head_size)
+    rest = _empty(q, q.dtype, *(out.shape if has_rest else (0,)))
+    lse = _empty(q, torch.float32, num_targets, num_heads)
+    partial_out = _empty(q, torch.float32, work.num_partials, num_heads, head_size)
+    partial_stat = _empty(q, torch.float32, work.num_partials, num_heads, 2)
+    blocks = blocks_of(num_heads, k.shape[1], head_size)
+    extras = _Extras(bias, features, key, graph, (q, k, v))
+    flags = extras.flags | {"HAS_REST": has_rest}
+    call = (*extras.specialisation, has_rest)
+    _launch(
+        kernels.forward_kernel,
+        (q, k, v, *extras.tensors, out, rest, lse, partial_out, partial_stat, graph.source_E, extras.edge_id),
+        work,
+        (k.shape[1], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]),
+        (scale * LOG2E, 1 / (1 - dropout), threshold(dropout)),
+        blocks,
+        flags,
+        call,
+    )
+    if work.num_partials:
+        launch(
+            work.compiled,
+            call,
+            kernels.merge_forward_kernel,
+            (work.split_row_S.numel(), -(-num_heads // blocks.block_h), 1),
+            (partial_out, partial_stat, out, rest, lse, *_split(work), num_heads),
+            {
+                "T": min(MERGE_LANES, blocks.lanes(NUMBERS_PER_WARP)),
+                "HEAD_SIZE": head_size,
+                "BLOCK_H": blocks.block_h,
+                "BLOCK_D": blocks.block_d,
+                "HAS_REST": has_rest,
+            },
+            num_warps=1,
+        )
+    return out, lse, rest
+
+
+def backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    features: Tensor | None,
+    key: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    rest: Tensor,
+    graph: EdgeGraph,
+    scale: float,
+    dropout: float,
+    *,
+    bias_gradient: bool,
+    features_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys, values, bias and features; empty where there is none."""
+    q, k, v, grad_out = (_rows(x) for x in (q, k, v, grad_out))
+    blocks = blocks_of(q.shape[1], k.shape[1], q.shape[2])
+    extras = _Extras(bias, features, key, graph, (q, k, v, grad_out))
+    strides = (k.shape[1], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *grad_out.stride()[:2])
+    numbers = (scale * LOG2E, scale, 1 / (1 - dropout), threshold(dropout))
+    grad_bias = torch.empty_like(bias) if bias_gradient and bias is not None else _empty(q, q.dtype, 0)
+    grad_features = torch.empty_like(features) if features_gradient and features is not None else _empty(q, q.dtype, 0)
+    grad_q, stats = _over_targets(
+        (q, k, v, *extras.tensors, grad_out, out, rest),
+        lse,
+        grad_lse,
+        (grad_bias, grad_features),
+        graph,
+        strides,
+        numbers,
+        blocks,
+        extras,
+        {"BIAS_GRADIENT": bias_gradient, "FEATURES_GRADIENT": features_gradient},
+    )
+    grad_k, grad_v = _over_sources((q, k, v, *extras.tensors, grad_out, stats), graph, strides, numbers, blocks, extras)
+    return grad_q, grad_k, grad_v, grad_bias, grad_features
+
+
+def _over_targets(
+    inputs: tuple[Tensor, ...],
+    lse: Tensor,
+    grad_lse: Tensor | None,
+    edge_gradients: tuple[Tensor, Tensor],
+    graph: EdgeGraph,
+    strides: tuple[int, ...],
+    numbers: tuple[float, ...],
+    blocks: Blocks,
+    extras: "_Extras",
+    flags: dict[str, bool],
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of the queries, and log-sum-exp (of base 2) and delta of each row, [N, H, 2]."""
+    q, rest, work = inputs[0], inputs[-1], graph.work
+    grad_q = _empty(q, q.dtype, *q.shape)
+    stats = _empty(q, torch.float32, *q.shape[:2], 2)
+    sums = _empty(q, torch.float32, work.num_partials, *q.shape[1:])
+    of_lse = (lse if grad_lse is None else grad_lse.contiguous(), lse)
+    flags = extras.flags | flags | {"HAS_GRAD_LSE": grad_lse is not None, "HAS_REST": rest.numel() > 0}
+    call = (*extras.specialisation, *specialisation(grad_lse), *flags.values())
+    _launch(
+        kernels.backward_targets_kernel,
+        (*inputs, *of_lse, stats, grad_q, *edge_gradients, sums, graph.source_E, extras.edge_id),
+        work,
+        strides,
+        numbers,
+        blocks,
+        flags,
+        call,
+    )
+    _merge_sums(sums, grad_q, None, work, numbers[1], call)
+    return grad_q, stats
+
+
+def _over_sources(
+    inputs: tuple[Tensor, ...],
+    graph: EdgeGraph,
+    strides: tuple[int, ...],
+    numbers: tuple[float, ...],
+    blocks: Blocks,
+    extras: "_Extras",
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of keys and values."""
+    k, stats, transpose = inputs[1], inputs[-1], graph.transpose
+    grad_k, grad_v = _empty(k, k.dtype, *k.shape), _empty(k, k.dtype, *k.shape)
+    sums = _empty(k, torch.float32, transpose.work.num_partials, 2, *k.shape[1:])
+    words = stats.view(torch.int64)  # of each row and head: log-sum-exp and delta
+    edges = (transpose.target_E, transpose.position_E, extras.edge_id)
+    _launch(
+        kernels.backward_sources_kernel,
+        (*inputs[:-1], words, grad_k, grad_v, sums, *edges),
+        transpose.work,
+        strides,
+        numbers,
+        blocks,
+        extras.flags,
+        extras.specialisation,
+    )
+    _merge_sums(sums, grad_k, grad_v, transpose.work, numbers[1], extras.specialisation)
+    return grad_k, grad_v
+
+
+def _launch(
+    kernel: Any,
+    tensors: tuple[Tensor, ...],
+    work: WorkList,
+    strides: tuple[int, ...],
+    numbers: tuple[float, ...],
+    blocks: Blocks,
+    flags: dict[str, bool],
+    call: Hashable,
+) -> None:
+    """Run a kernel over the long pieces and over the short rows."""
+    lanes = blocks.lanes(TILE_NUMBERS)
+    constants = {
+        "T": lanes,
+        "UNROLL": UNROLL,
+        "HEAD_SIZE": blocks.head_size,
+        "GROUP": blocks.group,
+        "BLOCK_G": blocks.block_g,
+        "BLOCK_H": blocks.block_h,
+        "BLOCK_D": blocks.block_d,
+        "PADDED": blocks.is_padded,
+    }
+    items = (work.row_I, work.first_I, work.count_I, work.partial_I, work.num_long, work.num_items)
+    launch(
+        work.compiled,
+        call,
+        kernel,
+        (work.num_long + -(-(work.num_items - work.num_long) // lanes), blocks.num_blocks, 1),
+        (*tensors, *items, *strides, *numbers),
+        constants | flags,
+        num_warps=max(1, min(8, lanes * blocks.block_h * blocks.block_d // NUMBERS_PER_WARP)),
+    )
+
+
+def _merge_sums(
+    sums: Tensor, first: Tensor, second: Tensor | None, work: WorkList, scale: float, call: Hashable
+) -> None:
+    """Add the pieces of split rows into one tensor, or into two whose sums lie side by side."""
+    if work.num_partials:
+        width = first.shape[1] * first.shape[2]
+        launch(
+            work.compiled,
+            call,
+            kernels.merge_sums_kernel,
+            (work.split_row_S.numel(), -(-width // MERGE_WIDTH), 1),
+            (sums, first, first if second is None else second, *_split(work), width, scale),
+            {"T": MERGE_LANES, "BLOCK_W": MERGE_WIDTH, "HAS_SECOND": second is not None},
+            num_warps=1,
+        )
+
+
+class _Extras:
+    """Bias, features, key and edge ids; where there is none, a tensor that the kernels do not read."""
+
+    def __init__(
+        self,
+        bias: Tensor | None,
+        features: Tensor | None,
+        key: Tensor | None,
+        graph: EdgeGraph,
+        rows: tuple[Tensor, ...],
+    ) -> None:
+        unread = graph.source_E
+        self.tensors = (
+            unread if bias is None else bias.contiguous(),
+            unread if features is None else features.contiguous(),
+            unread if key is None else key,
+        )
+        self.edge_id = unread if graph.edge_id_E is None else graph.edge_id_E
+        self.specialisation = (*specialisation(*rows, bias, features, key), rows[0].shape[1:], rows[1].shape[1])
+        self.flags = {
+            "WIDE": any(x.shape[0] * x.stride(0) > MAX_INT32 for x in rows),
+            "HAS_BIAS": bias is not None,
+            "HAS_FEATURES": features is not None,
+            "HAS_EDGE_ID": key is not None and graph.edge_id_E is not None,
+            "HAS_DROPOUT": key is not None,
+        }
+
+
+def _power_of_two(number: int) -> int:
+    """Return the least power of two that is not smaller."""
+    return 1 << (number - 1).bit_length()
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return a tensor whose last dimension is contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _empty(like: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=like.device)
+
+
+def _split(work: WorkList) -> tuple[Tensor, Tensor, Tensor]:
+    return work.split_row_S, work.split_first_S, work.split_count_S

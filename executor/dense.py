@@ -1,0 +1,94 @@
+"""The dense parts of a layer, before and after its attention: task by task, or compiled into few kernels."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from executor import operations
+from executor.operations import Operation
+
+# Name of a task in its layer, operation, arguments: returns what the operation makes of them.
+Run = Callable[..., Any]
+# The weights of a layer by their names in it.
+Weights = dict[str, Tensor]
+
+
+class Dropout(NamedTuple):
+    """The dropout of several tasks; a plain tuple, which `torch.compile` takes as an argument.
+
+    Attributes:
+        node_N: global ids of the rows.
+        seeds: int32 [] of each task.
+    """
+
+    ratio: float
+    node_N: Tensor
+    seeds: tuple[Tensor, ...]
+
+    def of(self, x_ND: Tensor, run: Run, name: str, index: int) -> Tensor:
+        """Return rows with entries dropped for the task at an index."""
+        return run(name, operations.DROPOUT, x_ND, self.node_N, self.ratio, self.seeds[index])  # type: ignore[no-any-return]
+
+
+def before_attention(run: Run, weights: Weights, h_ND: Tensor) -> tuple[Tensor, Tensor]:
+    """Return queries, [N, D], and keys and values side by side, [N, 2 D]."""
+    norm_weight, norm_bias = weights["attention_norm.weight"], weights["attention_norm.bias"]
+    x_ND = run("attention_norm", operations.LAYER_NORM, h_ND, norm_weight, norm_bias)
+    return run("query_key_value", operations.PROJECTION, x_ND, weights["query_key_value.weight"])  # type: ignore[no-any-return]
+
+
+def after_attention(run: Run, weights: Weights, h_ND: Tensor, x_ND: Tensor, dropout: Dropout | None) -> Tensor:
+    """Return the layer's rows, [N, D], from those it got and what attention made of them."""
+
+    def linear(name: str, x_ND: Tensor) -> Tensor:
+        return run(name, operations.LINEAR, x_ND, weights[f"{name}.weight"], weights[f"{name}.bias"])  # type: ignore[no-any-return]
+
+    x_ND = linear("attention_output", x_ND)
+    if dropout is not None:
+        x_ND = dropout.of(x_ND, run, "attention_dropout", 0)
+    h_ND = run("attention_residual", operations.RESIDUAL, h_ND, x_ND)
+    norm_weight, norm_bias = weights["feed_forward_norm.weight"], weights["feed_forward_norm.bias"]
+    x_ND = run("feed_forward_norm", operations.LAYER_NORM, h_ND, norm_weight, norm_bias)
+    x_NF = run("feed_forward_activation", operations.GELU, linear("feed_forward_up", x_ND))
+    x_ND = linear("feed_forward_down", x_NF)
+    if dropout is not None:
+        x_ND = dropout.of(x_ND, run, "feed_forward_dropout", 1)
+    return run("feed_forward_residual", operations.RESIDUAL, h_ND, x_ND)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledDense:
+    """Both parts, compiled; all layers share them, since their shapes are alike."""
+
+    before: Callable[[Weights, Tensor], tuple[Tensor, Tensor]]
+    after: Callable[[Weights, Tensor, Tensor, Dropout | None], Tensor]
+
+
+def compiled_dense(backend: str = "inductor") -> CompiledDense:
+    """Return the parts compiled for the shapes of their first calls, and again for others.
+
+    Code that was compiled before is forgotten, since torch keeps only a few versions of a function.
+
+    Args:
+        backend: of `torch.compile`.
+    """
+    torch.compiler.reset()
+    return CompiledDense(
+        before=torch.compile(_before, backend=backend, dynamic=False, fullgraph=True),
+        after=torch.compile(_after, backend=backend, dynamic=False, fullgraph=True),
+    )
+
+
+def _before(weights: Weights, h_ND: Tensor) -> tuple[Tensor, Tensor]:
+    return before_attention(_run_plainly, weights, h_ND)
+
+
+def _after(weights: Weights, h_ND: Tensor, x_ND: Tensor, dropout: Dropout | None) -> Tensor:
+    return after_attention(_run_plainly, weights, h_ND, x_ND, dropout)
+
+
+def _run_plainly(_: str, operation: Operation, *arguments: Any) -> Any:
+    return operation.function(*arguments)
