@@ -6,10 +6,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._functorch import config as partitioning
 
 from executor import operations
 from executor.operations import Operation
 
+# Of what a compiled part would keep for its backward pass, this share at most is kept: at one half the outputs of
+# LayerNorm and GELU are computed again, inside kernels that read their inputs anyway; matrix products are from a third
+# on only (counted on a layer of 128 and 256 columns).
+ACTIVATION_MEMORY_BUDGET = 0.5
 # Name of a task in its layer, operation, arguments: returns what the operation makes of them.
 Run = Callable[..., Any]
 # The weights of a layer by their names in it.
@@ -76,10 +81,18 @@ def compiled_dense(backend: str = "inductor") -> CompiledDense:
         backend: of `torch.compile`.
     """
     torch.compiler.reset()
-    return CompiledDense(
-        before=torch.compile(_before, backend=backend, dynamic=False, fullgraph=True),
-        after=torch.compile(_after, backend=backend, dynamic=False, fullgraph=True),
-    )
+    return CompiledDense(before=_compiled(_before, backend), after=_compiled(_after, backend))
+
+
+def _compiled(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    compiled = torch.compile(function, backend=backend, dynamic=False, fullgraph=True)
+
+    def call(*arguments: Any) -> Any:
+        # The first call compiles.
+        with partitioning.patch(activation_memory_budget=ACTIVATION_MEMORY_BUDGET):
+            return compiled(*arguments)
+
+    return call
 
 
 def _before(weights: Weights, h_ND: Tensor) -> tuple[Tensor, Tensor]:

@@ -268,3 +268,32 @@ def test_compiled_dense_parts_give_what_the_tasks_give_one_by_one(has_dropout):
         if one_by_one is not None:
             torch.testing.assert_close(at_once, one_by_one)
     assert ("attention_dropout" in names) == has_dropout
+
+
+def columns_kept(function: Callable[..., object], *arguments: object) -> int:
+    """Return the columns of rows that a function keeps for its backward pass, each tensor once."""
+    kept: dict[int, int] = {}
+
+    def look(saved: Tensor) -> Tensor:
+        if saved.ndim == 2 and saved.shape[0] == 30:
+            kept[saved.untyped_storage().data_ptr()] = saved.shape[1]
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(look, lambda saved: saved):
+        function(*arguments)
+    return sum(columns for columns in kept.values() if columns > 1)  # not mean and deviation of a row
+
+
+def test_compiled_dense_parts_do_not_keep_what_norms_and_activations_give():
+    compiled = compiled_dense("aot_eager_decomp_partition")  # all of torch.compile but the code generator
+    weights = dict(Layer(MODEL).named_parameters())
+    h_ND, x_ND = (torch.randn(30, MODEL.width, requires_grad=True) for _ in range(2))
+
+    def run(_: str, operation: Operation, *arguments: object) -> object:
+        return operation.function(*arguments)
+
+    width, hidden = MODEL.width, MODEL.feed_forward_width
+    assert columns_kept(before_attention, run, weights, h_ND) == 2 * width
+    assert columns_kept(compiled.before, weights, h_ND) == width
+    assert columns_kept(after_attention, run, weights, h_ND, x_ND, None) == 3 * width + 2 * hidden
+    assert columns_kept(compiled.after, weights, h_ND, x_ND, None) == 2 * width + hidden
