@@ -1,7 +1,7 @@
 """Runs plans with PyTorch; the only package that imports torch.
 
-Importing it asks torch for huge pages on CPUs: a tensor above 2 MiB is then mapped in a few page faults. In
-attention over tolokers' million edges, 64 wide, that takes forward and backward from 1.8 s to 0.5 s on one core.
+Importing it asks torch for huge pages on CPUs: a tensor above 2 MiB is then mapped in a few page faults.
+Otherwise they are much of the time of an operation that writes a new large tensor.
 """
 
 import os

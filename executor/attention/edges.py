@@ -28,7 +28,8 @@ def edge_attention(
 
     Scores, softmax and sums are fp32 whatever the inputs are. A target without edges gets zeros. Gradients flow to
     queries, keys, values, bias, features and, from the log-sum-exp, to all that made it. Nothing of edges times width
-    is allocated; what is kept for the backward pass beyond the inputs is the log-sum-exp.
+    is allocated; kept for the backward pass are the inputs, the output, the log-sum-exp and, on GPUs, what rounding
+    took from an output of 16 bits.
 
     Args:
         q_NHK: queries of the targets.

@@ -263,7 +263,7 @@ def _launch(
     items = (work.row_I, work.first_I, work.count_I, work.partial_I, work.num_long, work.num_items)
     launch(
         work.compiled,
-        call,
+        (call, numbers[-1]),  # the last of them is an integer
         kernel,
         (work.num_long + -(-(work.num_items - work.num_long) // lanes), blocks.num_blocks, 1),
         (*tensors, *items, *strides, *numbers),
@@ -307,7 +307,6 @@ class _Extras:
             unread if key is None else key,
         )
         self.edge_id = unread if graph.edge_id_E is None else graph.edge_id_E
-        self.specialisation = (*specialisation(*rows, bias, features, key), rows[0].shape[1:], rows[1].shape[1])
         self.flags = {
             "WIDE": any(x.shape[0] * x.stride(0) > MAX_INT32 for x in rows),
             "HAS_BIAS": bias is not None,
@@ -315,6 +314,9 @@ class _Extras:
             "HAS_EDGE_ID": key is not None and graph.edge_id_E is not None,
             "HAS_DROPOUT": key is not None,
         }
+        # Graphs that share their rows share a work list, and so its kernels, but not sources and ids.
+        tensors = specialisation(*rows, bias, features, key, graph.source_E, graph.edge_id_E)
+        self.specialisation = (*tensors, rows[0].shape[1:], rows[1].shape[1], *self.flags.values())
 
 
 def _power_of_two(number: int) -> int:

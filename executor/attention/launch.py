@@ -1,7 +1,7 @@
 """Starts of Triton kernels at little cost of host time.
 
-Triton's own call looks at every argument again to find the compiled kernel, which took 60 to 90 us for a kernel with 45
-arguments on the host of an H200 (traces/attention_h200x1_202611/notes.md); a kernel that is known here starts in 10.
+Triton's own call looks at every argument again to find the compiled kernel. With 45 arguments that was most of the host
+time of an attention on a machine with an H200 (traces/attention_h200x1_202611/notes.md, version 7).
 """
 
 from collections.abc import Hashable

@@ -11,7 +11,10 @@ from executor.attention.graph import EdgeGraph, graph_of_handle
 
 try:
     from executor.attention import gpu
-except ImportError:  # a build of torch for CPUs comes without Triton
+except ModuleNotFoundError as error:
+    if error.name != "triton":
+        raise
+    # A build of torch for CPUs comes without Triton.
     gpu = None  # type: ignore[assignment]
 
 

@@ -180,6 +180,29 @@ def test_runs_give_the_same_bits():
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_graphs_that_share_a_work_list_share_no_kernel_that_is_compiled_for_one(monkeypatch):
+    case = case_of(HUBS, 17)
+    q, k, v = case.inputs().values()
+    key = torch.tensor([1, 2])
+    first = case.graph()
+    shifted_E = torch.cat([first.source_E[:1], first.source_E])[1:]  # begins off 16 bytes
+    others = (
+        dataclasses.replace(first, same_rows_as=first, edge_id_E=torch.arange(len(HUBS))),
+        dataclasses.replace(first, same_rows_as=first, source_E=shifted_E),
+    )
+
+    def specialisation(graph: EdgeGraph) -> object:
+        return gpu._Extras(None, None, key, graph, (q, k, v)).specialisation
+
+    assert specialisation(first) == specialisation(dataclasses.replace(first, same_rows_as=first))
+    for other in others:
+        assert other.work is first.work
+        assert specialisation(other) != specialisation(first)
+    narrow = specialisation(first)
+    monkeypatch.setattr(gpu, "MAX_INT32", 0)  # as if there were more sources
+    assert specialisation(first) != narrow
+
+
 def pieces(work: WorkList) -> list[tuple[int, int]]:
     """Return row and edge of every edge of a work list, sorted."""
     found = []
