@@ -16,6 +16,7 @@ from tests.executor.attention_reference import Case, Heads, Layout, case_of, cas
 
 pytest.importorskip("triton", reason="this build of torch comes without Triton")
 gpu = pytest.importorskip("executor.attention.gpu")
+on_kernels = pytest.importorskip("tests.executor.on_kernels")
 
 # The interpreter computes with NumPy also what a mask or a choice leaves out, such as the logarithm of an empty sum.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -30,38 +31,6 @@ HEADS = (
     Heads(2, 2, 128, True),
 )
 BOUNDS = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
-
-
-class _OnKernels(torch.autograd.Function):
-    """Attention by the GPU's code wherever the tensors are; the operators would take the CPU's for these."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        features: Tensor | None,
-        call: tuple[Tensor | None, EdgeGraph, float, float],
-    ) -> tuple[Tensor, Tensor]:
-        out, lse, rest = gpu.forward(q, k, v, bias, features, *call, keep_rest=True)
-        ctx.save_for_backward(q, k, v, bias, features, out, lse, rest)
-        ctx.call = call
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, bias, features, out, lse, rest = ctx.saved_tensors
-        key, *others = ctx.call
-        found = gpu.backward(
-            *gradients,
-            *(q, k, v, bias, features, key, out, lse, rest),
-            *others,
-            bias_gradient=bias is not None,
-            features_gradient=features is not None,
-        )
-        return *found[:3], found[3] if bias is not None else None, found[4] if features is not None else None, None
 
 
 def attend(
@@ -93,7 +62,7 @@ def attend(
     transpose.__dict__["work"] = transpose_work
     scale = q.shape[2] ** -0.5 if scale is None else scale
     call = (dropout_key if dropout > 0 else None, graph, scale, dropout)
-    return _OnKernels.apply(q, k, v, edge_bias, edge_features, call)
+    return on_kernels.OnKernels.apply(q, k, v, edge_bias, edge_features, call)
 
 
 def assert_right(case: Case, dtype: torch.dtype, **options: Any) -> None:
