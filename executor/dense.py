@@ -12,9 +12,10 @@ from executor import operations
 from executor.operations import Operation
 
 # Of what a compiled part would keep for its backward pass, this share at most is kept: at one half the outputs of
-# LayerNorm and GELU are computed again, inside kernels that read their inputs anyway; matrix products are from a third
-# on only (counted on a layer of 128 and 256 columns).
-ACTIVATION_MEMORY_BUDGET = 0.5
+# LayerNorm and GELU are computed again, inside kernels that read their inputs anyway; from a third on also the products
+# that come out of attention, and only a part's inputs are kept (counted on a layer of 128 and 256 columns). Attention
+# over a graph takes so much longer than they do that their time hardly counts (traces/training_h200x1_202611).
+ACTIVATION_MEMORY_BUDGET = 0.25
 # Name of a task in its layer, operation, arguments: returns what the operation makes of them.
 Run = Callable[..., Any]
 # The weights of a layer by their names in it.

@@ -91,13 +91,16 @@ def forward(
     *,
     keep_rest: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output, [N, H, K], the log-sum-exp, fp32 [N, H], and what rounding took from the output or nothing."""
+    """Return the output, [N, H, K], the log-sum-exp, fp32 [N, H], and what rounding took from the output or nothing.
+
+    The last is int8, as `kernels.rounded_away` gives it.
+    """
     q, k, v = (_rows(x) for x in (q, k, v))
     num_targets, num_heads, head_size = q.shape
     windows, work = _windows_and_work(graph, gpu_windows.can_run(q, k, (bias, features, key), scale * LOG2E))
     has_rest = keep_rest and q.dtype != torch.float32
     out = _empty(q, q.dtype, num_targets, num_heads, head_size)
-    rest = _empty(q, q.dtype, *(out.shape if has_rest else (0,)))
+    rest = _empty(q, torch.int8, *(out.shape if has_rest else (0,)))
     lse = _empty(q, torch.float32, num_targets, num_heads)
     partial_out = _empty(q, torch.float32, work.num_partials, num_heads, head_size)
     partial_stat = _empty(q, torch.float32, work.num_partials, num_heads, 2)

@@ -15,7 +15,7 @@ side.
 import triton
 import triton.language as tl
 
-from executor.attention.kernels import LN2, LOG2E, gather
+from executor.attention.kernels import LN2, LOG2E, gather, rounded_away, unrounded
 
 # Both are finite, so that differences are no NaN, and far apart, so that a row without an edge yet has weights of zero.
 MASKED = tl.constexpr(-1.0e30)  # score of a pair that is no edge
@@ -131,7 +131,7 @@ def window_forward_kernel(
     rounded_HWD = out_HWD.to(out_ptr.dtype.element_ty)
     _store_rows(out_ptr, row_W, is_row_W, row_size, at_F, rounded_HWD, W, F)
     if HAS_REST:
-        _store_rows(rest_ptr, row_W, is_row_W, row_size, at_F, out_HWD - rounded_HWD.to(tl.float32), W, F)
+        _store_rows(rest_ptr, row_W, is_row_W, row_size, at_F, rounded_away(out_HWD, rounded_HWD), W, F)
     lse_HW = tl.where(is_empty_HW, float("-inf"), (largest_HW * score_factor + tl.log2(sum_HW)) * LN2)
     at_HW = row_W.to(tl.int64)[None, :] * num_heads + head_H[:, None]
     tl.store(lse_ptr + at_HW, lse_HW, mask=is_row_W[None, :])
@@ -184,9 +184,9 @@ def window_backward_targets_kernel(
     q_HWD = _by_head(q_WF, W, BLOCK_H, BLOCK_D)
     grad_WF = gather(grad_out_ptr, own_W, grad_row, head_F * grad_head + column_F, column_F, False, WIDE)
     grad_HWD = _by_head(grad_WF, W, BLOCK_H, BLOCK_D)
-    out_WF = gather(out_ptr, own_W, row_size, at_F, column_F, False, True).to(tl.float32)
+    out_WF = gather(out_ptr, own_W, row_size, at_F, column_F, False, True)
     if HAS_REST:
-        out_WF += gather(rest_ptr, own_W, row_size, at_F, column_F, False, True).to(tl.float32)
+        out_WF = unrounded(out_WF, gather(rest_ptr, own_W, row_size, at_F, column_F, False, True))
     delta_HW = tl.sum(_by_head(grad_WF.to(tl.float32) * out_WF, W, BLOCK_H, BLOCK_D), axis=2)
     at_HW = own_W.to(tl.int64)[None, :] * num_heads + head_H[:, None]
     if HAS_GRAD_LSE:

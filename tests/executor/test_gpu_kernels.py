@@ -14,7 +14,9 @@ from executor.attention.graph import EdgeGraph
 from executor.attention.work import WorkList, build_work_list
 from tests.executor.attention_reference import Case, Heads, Layout, case_of, cases, relative_errors, run_attention
 
-pytest.importorskip("triton", reason="this build of torch comes without Triton")
+triton = pytest.importorskip("triton", reason="this build of torch comes without Triton")
+tl = pytest.importorskip("triton.language")
+kernels = pytest.importorskip("executor.attention.kernels")
 gpu = pytest.importorskip("executor.attention.gpu")
 on_kernels = pytest.importorskip("tests.executor.on_kernels")
 
@@ -75,6 +77,25 @@ def assert_right(case: Case, dtype: torch.dtype, **options: Any) -> None:
 @given(case=cases(HEADS, max_edges=40))
 def test_kernels_equal_the_reference(dtype, case):
     assert_right(case, dtype)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 2**-15), (torch.float16, 2**-18)], ids=str)
+def test_eight_bits_hold_what_rounding_takes(dtype, bound):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    numbers = torch.randn(1024, generator=torch.Generator().manual_seed(0)).to(device)
+    numbers[:3] = torch.tensor([0.0, 1.0, -1.99999])  # the last is rounded into the next power of two
+    rounded, found = numbers.to(dtype), torch.empty_like(numbers)
+    _there_and_back[(1,)](numbers, rounded, found, 1024)
+    assert found[0] == 0.0
+    assert ((found - numbers).abs() <= bound * numbers.abs()).all()
+
+
+@triton.jit
+def _there_and_back(numbers_ptr, rounded_ptr, found_ptr, COUNT: tl.constexpr):
+    at = tl.arange(0, COUNT)
+    rounded = tl.load(rounded_ptr + at)
+    taken = kernels.rounded_away(tl.load(numbers_ptr + at), rounded)
+    tl.store(found_ptr + at, kernels.unrounded(rounded, taken))
 
 
 # A hub of both kinds, self loops, multi-edges and nodes without edges.
