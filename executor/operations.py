@@ -91,7 +91,8 @@ class _KeyedDropout(torch.autograd.Function):
     def forward(ctx: Any, x_ND: Tensor, node_N: Tensor, ratio: float, seed: int | Tensor) -> Tensor:
         column_D = torch.arange(x_ND.shape[1], dtype=torch.int32, device=x_ND.device)
         node_bits_N = mix(node_N.to(torch.int32) ^ (seed if isinstance(seed, Tensor) else signed(seed)))
-        bits_ND = mix(node_bits_N.unsqueeze(1) ^ mix(column_D * 2 + 1))
+        # An odd number for each column; with `* 2 + 1` torch's compiler would fold factors past 32 bits.
+        bits_ND = mix(node_bits_N.unsqueeze(1) ^ mix((column_D << 1) | 1))
         keep_ND = bits_ND >= threshold(ratio)
         ctx.save_for_backward(keep_ND)  # so that a layer computed again does not keep it
         ctx.factor = 1 / (1 - ratio)

@@ -59,6 +59,16 @@ def _start_of_scores(bits_C, W: tl.constexpr, BC: tl.constexpr, BLOCK_H: tl.cons
 
 
 @triton.jit
+def _offsets_by_head(row_W, head_H, row_size, BLOCK_D: tl.constexpr):
+    """Return the offsets of rows head by head, [H, W, D].
+
+    Bytes are read and written so: a layout that suits bytes of whole rows would reach from there into the loop.
+    """
+    at_HW = row_W.to(tl.int64)[None, :] * row_size + head_H[:, None] * BLOCK_D
+    return at_HW[:, :, None] + tl.arange(0, BLOCK_D)[None, None, :]
+
+
+@triton.jit
 def _store_rows(ptr, row_W, is_row_W, row_size, at_F, x_HWD, W: tl.constexpr, F: tl.constexpr):
     """Write rows that are given head by head."""
     at_WF = row_W.to(tl.int64)[:, None] * row_size + at_F[None, :]
@@ -131,7 +141,8 @@ def window_forward_kernel(
     rounded_HWD = out_HWD.to(out_ptr.dtype.element_ty)
     _store_rows(out_ptr, row_W, is_row_W, row_size, at_F, rounded_HWD, W, F)
     if HAS_REST:
-        _store_rows(rest_ptr, row_W, is_row_W, row_size, at_F, rounded_away(out_HWD, rounded_HWD), W, F)
+        at_HWD = _offsets_by_head(row_W, head_H, row_size, BLOCK_D)
+        tl.store(rest_ptr + at_HWD, rounded_away(out_HWD, rounded_HWD), mask=is_row_W[None, :, None])
     lse_HW = tl.where(is_empty_HW, float("-inf"), (largest_HW * score_factor + tl.log2(sum_HW)) * LN2)
     at_HW = row_W.to(tl.int64)[None, :] * num_heads + head_H[:, None]
     tl.store(lse_ptr + at_HW, lse_HW, mask=is_row_W[None, :])
@@ -184,10 +195,10 @@ def window_backward_targets_kernel(
     q_HWD = _by_head(q_WF, W, BLOCK_H, BLOCK_D)
     grad_WF = gather(grad_out_ptr, own_W, grad_row, head_F * grad_head + column_F, column_F, False, WIDE)
     grad_HWD = _by_head(grad_WF, W, BLOCK_H, BLOCK_D)
-    out_WF = gather(out_ptr, own_W, row_size, at_F, column_F, False, True)
+    out_HWD = _by_head(gather(out_ptr, own_W, row_size, at_F, column_F, False, True), W, BLOCK_H, BLOCK_D)
     if HAS_REST:
-        out_WF = unrounded(out_WF, gather(rest_ptr, own_W, row_size, at_F, column_F, False, True))
-    delta_HW = tl.sum(_by_head(grad_WF.to(tl.float32) * out_WF, W, BLOCK_H, BLOCK_D), axis=2)
+        out_HWD = unrounded(out_HWD, tl.load(rest_ptr + _offsets_by_head(own_W, head_H, row_size, BLOCK_D)))
+    delta_HW = tl.sum(grad_HWD.to(tl.float32) * out_HWD, axis=2)
     at_HW = own_W.to(tl.int64)[None, :] * num_heads + head_H[:, None]
     if HAS_GRAD_LSE:
         delta_HW -= tl.load(grad_lse_ptr + at_HW)

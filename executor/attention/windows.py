@@ -14,7 +14,7 @@ COLUMN_STEP = 16  # neighbours that a program takes at a time; windows are padde
 # Windows run side by side, each in one program, so a few long ones or a handful of them at all would leave a GPU idle.
 MAX_COLUMNS, MIN_WINDOWS = 1 << 15, 264
 # Whether windows pay is looked up on some of them first, and on all only if they have this share of the edges.
-SAMPLED_WINDOWS, MIN_EDGES_RATIO = 1024, 0.05
+SAMPLED_WINDOWS, MIN_EDGES_RATIO = 1024, 0.2
 _EDGES_AT_ONCE = 1 << 24  # sorted together, 400 MB
 
 
@@ -34,7 +34,7 @@ class Rule:
 
 
 # From kernel times on eleven graphs on an H200: traces/attention-windows_h200x1_202611/notes.md.
-RULE_OF_TARGETS = Rule(min_reuse=1.25, sure_reuse=2.0, spare_columns=90)
+RULE_OF_TARGETS = Rule(min_reuse=1.4, sure_reuse=2.0, spare_columns=60)
 RULE_OF_SOURCES = Rule(min_reuse=2.8, sure_reuse=2.8, spare_columns=0)
 
 

@@ -3,9 +3,11 @@
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from executor.attention import gpu
+from executor.attention import gpu, kernels
 from executor.attention.graph import EdgeGraph
 
 
@@ -30,12 +32,33 @@ class OnKernels(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, bias, features, out, lse, rest = ctx.saved_tensors
-        key, *others = ctx.call
+        key, graph, scale, dropout = ctx.call
+        grad_out, grad_lse = gradients
         found = gpu.backward(
-            *gradients,
-            *(q, k, v, bias, features, key, out, lse, rest),
-            *others,
+            grad_out,
+            grad_lse,
+            q,
+            k,
+            v,
+            bias,
+            features,
+            key,
+            out,
+            lse,
+            rest,
+            graph,
+            scale,
+            dropout,
             bias_gradient=bias is not None,
             features_gradient=features is not None,
         )
         return *found[:3], found[3] if bias is not None else None, found[4] if features is not None else None, None
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def there_and_back(numbers_ptr, rounded_ptr, found_ptr, COUNT: tl.constexpr) -> None:
+    """Write what is known of fp32 numbers from their rounded ones and what rounding took."""
+    at = tl.arange(0, COUNT)
+    rounded = tl.load(rounded_ptr + at)
+    taken = kernels.rounded_away(tl.load(numbers_ptr + at), rounded)
+    tl.store(found_ptr + at, kernels.unrounded(rounded, taken))

@@ -12,11 +12,10 @@ from torch import Tensor
 from executor.attention.edges import edge_attention
 from executor.attention.graph import EdgeGraph
 from executor.attention.work import WorkList, build_work_list
+from simulator.specs.program import MAX_SHORT_EDGES
 from tests.executor.attention_reference import Case, Heads, Layout, case_of, cases, relative_errors, run_attention
 
-triton = pytest.importorskip("triton", reason="this build of torch comes without Triton")
-tl = pytest.importorskip("triton.language")
-kernels = pytest.importorskip("executor.attention.kernels")
+pytest.importorskip("triton", reason="this build of torch comes without Triton")
 gpu = pytest.importorskip("executor.attention.gpu")
 on_kernels = pytest.importorskip("tests.executor.on_kernels")
 
@@ -53,9 +52,11 @@ def attend(
 ) -> Any:
     """Attend by the kernels, with rows of four edges long already and rows of six in pieces."""
     assert return_lse
-    sizes = {"max_short_edges": max_short_edges, "max_piece_edges": max_piece_edges}
     transpose = graph.transpose
-    work, transpose_work = (build_work_list(indptr, **sizes) for indptr in (graph.indptr_N1, transpose.indptr_M1))
+    work, transpose_work = (
+        build_work_list(indptr, max_short_edges=max_short_edges, max_piece_edges=max_piece_edges)
+        for indptr in (graph.indptr_N1, transpose.indptr_M1)
+    )
     if wide:
         work, transpose_work = (dataclasses.replace(w, first_I=w.first_I.long()) for w in (work, transpose_work))
         transpose = dataclasses.replace(transpose, position_E=transpose.position_E.long())
@@ -85,17 +86,9 @@ def test_eight_bits_hold_what_rounding_takes(dtype, bound):
     numbers = torch.randn(1024, generator=torch.Generator().manual_seed(0)).to(device)
     numbers[:3] = torch.tensor([0.0, 1.0, -1.99999])  # the last is rounded into the next power of two
     rounded, found = numbers.to(dtype), torch.empty_like(numbers)
-    _there_and_back[(1,)](numbers, rounded, found, 1024)
+    on_kernels.there_and_back[(1,)](numbers, rounded, found, 1024)
     assert found[0] == 0.0
     assert ((found - numbers).abs() <= bound * numbers.abs()).all()
-
-
-@triton.jit
-def _there_and_back(numbers_ptr, rounded_ptr, found_ptr, COUNT: tl.constexpr):
-    at = tl.arange(0, COUNT)
-    rounded = tl.load(rounded_ptr + at)
-    taken = kernels.rounded_away(tl.load(numbers_ptr + at), rounded)
-    tl.store(found_ptr + at, kernels.unrounded(rounded, taken))
 
 
 # A hub of both kinds, self loops, multi-edges and nodes without edges.
@@ -204,8 +197,8 @@ def pieces(work: WorkList) -> list[tuple[int, int]]:
 @given(case=cases(max_edges=60))
 def test_a_work_list_has_every_row_and_every_edge_once(case):
     graph = case.graph()
-    for sizes in ({}, {"max_short_edges": 2, "max_piece_edges": 4}, {"max_short_edges": 0, "max_piece_edges": 1}):
-        work = build_work_list(graph.indptr_N1, **sizes)
+    for max_short, max_piece in ((MAX_SHORT_EDGES, None), (2, 4), (0, 1)):
+        work = build_work_list(graph.indptr_N1, max_short_edges=max_short, max_piece_edges=max_piece)
         assert pieces(work) == [(int(row), edge) for edge, row in enumerate(case.target_E)]
         assert set(work.row_I.tolist()) == set(range(case.num_targets))
         is_split = work.partial_I >= 0

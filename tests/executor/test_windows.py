@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from executor.attention.graph import EdgeGraph
+from executor.attention.graph import EdgeGraph, Transpose
 from executor.attention.windows import COLUMN_STEP, WINDOW_ROWS, Rule, Windows, build_windows
 from executor.attention.work import build_work_list
 from tests.executor.attention_reference import Case, case_of, relative_errors
@@ -150,8 +150,10 @@ def attend(
     **_: Any,
 ) -> Any:
     """Attend by the kernels, over windows of both directions and the rows outside them."""
-    lists = [(graph, graph.indptr_N1, graph.source_E, graph.num_sources)]
-    lists.append((graph.transpose, graph.transpose.indptr_M1, graph.transpose.target_E, graph.num_targets))
+    lists: list[tuple[EdgeGraph | Transpose, Tensor, Tensor, int]] = [
+        (graph, graph.indptr_N1, graph.source_E, graph.num_sources),
+        (graph.transpose, graph.transpose.indptr_M1, graph.transpose.target_E, graph.num_targets),
+    ]
     for holder, indptr, neighbours, count in lists:
         windows = build_windows(indptr, neighbours, count, rule=at_least(min_reuse), min_windows=0)
         # Where cached properties keep what they made.
