@@ -153,7 +153,7 @@ def _layer_bytes(plan: Plan, model: ModelSpec, work: RankWork, exchange: Exchang
     rows, width, size = work.num_rows, model.width, _size(plan)
     masks = 2 * rows * width * (model.dropout_ratio > 0)
     dense = rows * (5 * width + 2 * model.feed_forward_width) * size + masks
-    rest = rows * width * size if kind is DeviceKind.CUDA and size < SCORE_BYTES else 0
+    rest = rows * width if kind is DeviceKind.CUDA and size < SCORE_BYTES else 0  # a byte a number
     rows_attended = work.num_source_rows(exchange)
     return dense + (rows + 2 * rows_attended) * width * size + rows * model.num_heads * SCORE_BYTES + rest
 
