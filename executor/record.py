@@ -11,7 +11,7 @@ import json
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,27 @@ class Mark:
     group: tuple[int, ...] = ()
     start_seconds: float = 0.0
     end_seconds: float = 0.0
+    paused_seconds: float = 0.0  # in which other tasks ran in its midst
+    stream: Stream | None = None  # None for that of the kind
     annotation: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """A collective that goes on beside what follows.
+
+    Attributes:
+        mark: None while nothing is recorded.
+    """
+
+    work: dist.Work
+    mark: Mark | None
+
+    def wait(self) -> None:
+        """Let what follows use the collective's result: on GPUs the stream waits, on CPUs the host does."""
+        self.work.wait()
+        if self.mark is not None:
+            self.mark.end_seconds = self.mark.end_seconds or time.perf_counter()
 
 
 class Recorder:
@@ -90,17 +110,24 @@ class Recorder:
 
     @contextlib.contextmanager
     def task(
-        self, name: str, kind: TaskKind, phase: Phase, shape: tuple[int, ...], group: tuple[int, ...] = ()
+        self,
+        name: str,
+        kind: TaskKind,
+        phase: Phase,
+        shape: tuple[int, ...],
+        group: tuple[int, ...] = (),
+        dtype: Dtype | None = None,
     ) -> Iterator[None]:
         """Mark what runs inside as a task; inside the backward pass the task lasts until the next one begins.
 
         Args:
             group: ranks of a collective.
+            dtype: None for that of the phase.
         """
         if not self.is_on:
             yield
             return
-        self._begin(name, kind, phase, shape, group)
+        self._begin(name, kind, phase, shape, group, dtype)
         yield
         if phase is not Phase.BACKWARD:
             self._close()
@@ -120,6 +147,56 @@ class Recorder:
         if interrupted is not None:
             self._enter(interrupted)
 
+    @contextlib.contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Mark tasks inside in the midst of the one that is open, which goes on after them."""
+        if not self.is_on:
+            yield
+            return
+        interrupted, self._open = self._open, None
+        started = time.perf_counter()
+        if interrupted is not None:
+            self._exit_annotation(interrupted)
+        yield
+        self._close()
+        if interrupted is not None:
+            interrupted.paused_seconds += time.perf_counter() - started
+            self._open = interrupted
+            self._enter_annotation(interrupted)
+
+    def launch(
+        self,
+        start: Callable[[], dist.Work],
+        name: str,
+        kind: TaskKind,
+        shape: tuple[int, ...],
+        group: tuple[int, ...],
+        dtype: Dtype,
+        *,
+        on_cpu: bool,
+    ) -> Launched:
+        """Return a reduction of gradients that was started, marked until it ends.
+
+        Args:
+            on_cpu: its end is told by the thread that does it; on GPUs a profiler takes its time.
+        """
+        if not self.is_on:
+            return Launched(work=start(), mark=None)
+        self._begin(name, kind, Phase.UPDATE, shape, group, dtype)
+        mark = self._open
+        assert mark is not None
+        mark.stream = Stream.GRADIENTS
+        work = start()
+        self._close()
+        if on_cpu:
+            mark.end_seconds = 0.0
+
+            def end(_: object) -> None:
+                mark.end_seconds = time.perf_counter()
+
+            work.get_future().add_done_callback(end)
+        return Launched(work=work, mark=mark)
+
     def _name_backward(self, name: str, kind: TaskKind, shape: tuple[int, ...], result: Any) -> None:
         tensor = result[0] if isinstance(result, tuple) else result
         if tensor.grad_fn is None:
@@ -132,24 +209,33 @@ class Recorder:
         tensor.grad_fn.register_prehook(begin)
 
     def _begin(
-        self, name: str, kind: TaskKind, phase: Phase, shape: tuple[int, ...], group: tuple[int, ...] = ()
+        self,
+        name: str,
+        kind: TaskKind,
+        phase: Phase,
+        shape: tuple[int, ...],
+        group: tuple[int, ...] = (),
+        dtype: Dtype | None = None,
     ) -> None:
         self._close()
-        dtype = Dtype.FLOAT32 if phase is Phase.UPDATE else self.precision
+        dtype = dtype or (Dtype.FLOAT32 if phase is Phase.UPDATE else self.precision)
         full_name = self._prefix + task_name(name, phase)
         self._enter(Mark(name=full_name, kind=kind, phase=phase, shape=shape, dtype=dtype, group=group))
 
     def _enter(self, mark: Mark) -> None:
         self._open = mark
+        self._enter_annotation(mark)
+        mark.start_seconds, mark.paused_seconds = time.perf_counter(), 0.0
+
+    def _enter_annotation(self, mark: Mark) -> None:
         if self.annotate:
             mark.annotation = torch.profiler.record_function(mark.name)
             mark.annotation.__enter__()
-        mark.start_seconds = time.perf_counter()
 
     def _close(self) -> None:
         mark, self._open = self._open, None
         if mark is not None:
-            mark.end_seconds = time.perf_counter()
+            mark.end_seconds = time.perf_counter() - mark.paused_seconds
             self._exit_annotation(mark)
             self._marks.append(mark)
 
@@ -205,7 +291,7 @@ def _span_of_mark(mark: Mark, step: int, rank: int) -> Span:
     return Span(
         rank=rank,
         step=step,
-        stream=_stream_of(mark.kind),
+        stream=mark.stream or _stream_of(mark.kind),
         name=mark.name,
         kind=mark.kind,
         phase=mark.phase,

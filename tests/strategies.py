@@ -9,6 +9,7 @@ from simulator.specs.calibration import Calibration, CollectiveSample, ComputeSa
 from simulator.specs.cluster import ClusterSpec, DeviceKind, DeviceSpec, LinkSpec
 from simulator.specs.decision import PlanFile, Prediction, RankedPlan
 from simulator.specs.fanout import FAN_OUT_KINDS, FanoutComparison, FanoutRow, FanoutSpec
+from simulator.specs.gradients import CompressionKind, GradientCompression
 from simulator.specs.graph import (
     DEGREE_QUANTILES,
     CommunityGraph,
@@ -322,6 +323,13 @@ ranked_orders = st.builds(
 )
 
 
+compressions = (
+    st.sampled_from([CompressionKind.NONE, CompressionKind.BF16]).map(lambda kind: GradientCompression(kind=kind))
+    | st.builds(GradientCompression, kind=st.just(CompressionKind.TOP_K), kept_ratio=st.floats(0.001, 1))
+    | st.builds(GradientCompression, kind=st.just(CompressionKind.POWER_SGD), matrix_rank=st.integers(1, 4))
+)
+
+
 @st.composite
 def plans_for(draw: st.DrawFn, num_layers: int | None = None) -> Plan:
     """Draw a plan: each rank of a graph group has one part of the batch, and a lone rank exchanges nothing."""
@@ -339,6 +347,8 @@ def plans_for(draw: st.DrawFn, num_layers: int | None = None) -> Plan:
         recompute=draw(st.tuples(*[st.sampled_from(Recompute)] * num_layers)),
         precision=draw(st.sampled_from(Dtype)),
         gradient_bucket_bytes=draw(st.integers(4, 2**30)),
+        overlap_gradients=draw(st.booleans()),
+        gradient_compression=draw(compressions),
         order=draw(orders),
         step_mode=draw(st.sampled_from(StepMode)),
         beyond_cache_ratio=draw(cache_ratios),

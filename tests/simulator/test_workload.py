@@ -9,6 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from simulator.costs import task_flops
+from simulator.gradients import gradient_buckets
 from simulator.specs.cluster import DeviceKind
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import EdgeBias, ModelSpec
@@ -16,7 +17,6 @@ from simulator.specs.plan import Exchange, Plan, Recompute, batch_parts
 from simulator.specs.program import SHAPE_FIELDS, Phase, Stream, Task, TaskKind, task_name
 from simulator.specs.units import Dtype
 from simulator.workload import (
-    gradient_buckets,
     lower,
     num_input_columns,
     num_parameters,
