@@ -124,8 +124,8 @@ class FlatGradients:
         must, have = _shapes_text(self.state_dict()), _shapes_text(state)
         if must != have:
             raise RunError(
-                f"the state of the gradients must hold {must}, got {have}: resume with the gradient_compression and the "
-                "model that it was saved with"
+                f"the state of the gradients must hold {must}, got {have}: resume with the model and the "
+                "gradient_compression that it was saved with"
             )
         for name, buffer in (("residual", self._residual), ("right", self._right)):
             if name in state:

@@ -161,12 +161,8 @@ def _power_sgd_tasks(bucket: Bucket, matrix_rank: int) -> tuple[ReductionTask, .
     return (
         ReductionTask(name=f"{name}.compress", kind=TaskKind.LOW_RANK_PROJECT, shape=shape),
         ReductionTask(name=name, kind=TaskKind.ALL_REDUCE, shape=(left_elements * PARAMETER_BYTES,)),
-        ReductionTask(
-            name=f"{name}.orthogonalise", kind=TaskKind.LOW_RANK_ORTHOGONALISE, shape=shape, waits_for=name
-        ),
-        ReductionTask(
-            name=f"{name}.right", kind=TaskKind.ALL_REDUCE, shape=(columns * matrix_rank * PARAMETER_BYTES,)
-        ),
+        ReductionTask(name=f"{name}.orthogonalise", kind=TaskKind.LOW_RANK_ORTHOGONALISE, shape=shape, waits_for=name),
+        ReductionTask(name=f"{name}.right", kind=TaskKind.ALL_REDUCE, shape=(columns * matrix_rank * PARAMETER_BYTES,)),
         ReductionTask(
             name=f"{name}.decompress", kind=TaskKind.LOW_RANK_RESTORE, shape=shape, waits_for=f"{name}.right"
         ),

@@ -42,7 +42,7 @@ _SHAPES: dict[TaskKind, tuple[tuple[int, ...], ...]] = {
     TaskKind.TOP_K_SELECT: ((10_000, 100), (1_000_000, 10_000)),
     TaskKind.TOP_K_SUM: ((10_000, 100, 2), (1_000_000, 10_000, 2)),
     **{
-        kind: ((10_000, 4, 2), (1_000_000, 20, 4))
+        kind: tuple((elements, 4, matrix_rank) for elements in (10_000, 1_000_000) for matrix_rank in (1, 4, 16))
         for kind in (TaskKind.LOW_RANK_PROJECT, TaskKind.LOW_RANK_ORTHOGONALISE, TaskKind.LOW_RANK_RESTORE)
     },
 }
@@ -61,6 +61,8 @@ def made_items(kind: TaskKind, shape: tuple[int, ...]) -> int:
             return shape[1] * shape[2]
         case TaskKind.HALO_PACK | TaskKind.PAD_ROWS:
             return (shape[0] + shape[1]) * shape[2]
+        case TaskKind.TOP_K_SUM:
+            return shape[0] + 3 * shape[1] * shape[2]
         case _ if kind in UPDATES:
             return shape[0]
         case _:

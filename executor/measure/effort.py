@@ -161,3 +161,9 @@ def case_shapes(effort: Effort) -> Iterator[tuple[TaskKind, tuple[int, ...]]]:
     for elements in (20_000, 200_000, 2_000_000):
         yield TaskKind.CLIP, (elements, 40)
         yield TaskKind.OPTIMIZER, (elements, 40)
+        yield TaskKind.GRADIENT_CAST, (elements,)
+        yield TaskKind.TOP_K_SELECT, (elements, elements // 100)
+        yield TaskKind.TOP_K_SUM, (elements, elements // 100, 2)
+    for side in (48, 160, 512):  # of square matrices
+        for kind in (TaskKind.LOW_RANK_PROJECT, TaskKind.LOW_RANK_ORTHOGONALISE, TaskKind.LOW_RANK_RESTORE):
+            yield kind, (8 * side * side, 8, 4)

@@ -32,6 +32,7 @@ from simulator.specs.units import GB, GIB, KIB, MIB, TERA, Dtype
 from simulator.workload import lower
 from tests.conformance.observe import ObservedStep, observe_step
 
+AS_THEY_ARE = GradientCompression()
 # No two counts of a shape are alike, so that none can stand for another.
 MODEL = ModelSpec(width=24, num_heads=3, num_layers=2, feed_forward_width=40)
 DROPOUT = dataclasses.replace(MODEL, dropout_ratio=0.3)
@@ -62,7 +63,7 @@ class Case:
     precision: Dtype = Dtype.FLOAT32
     gradient_bucket_bytes: int = 25 * MIB
     overlap_gradients: bool = False
-    gradient_compression: GradientCompression = GradientCompression()
+    gradient_compression: GradientCompression = AS_THEY_ARE
     model: ModelSpec = MODEL
     is_sparse: bool = False
     has_empty_part: bool = False

@@ -169,8 +169,8 @@ def _expected_operators(task: Task) -> list[Expected] | list[ExpectedOperand]:
         case TaskKind.GRADIENT_CAST:
             return [_aten("copy_", task.shape, task.shape)]
         case TaskKind.TOP_K_SELECT:
-            elements, kept = task.shape
-            return [Expected(names=("aten::topk",), dims=((elements,),), type="float", numbers=((1, str(kept)),))]
+            num_elements, kept = task.shape
+            return [Expected(names=("aten::topk",), dims=((num_elements,),), type="float", numbers=((1, str(kept)),))]
         case TaskKind.LOW_RANK_ORTHOGONALISE:
             return [_aten(name) for name in ("linalg_qr", "mm", "addmm") for _ in range(task.shape[1])]
         case TaskKind.LOW_RANK_PROJECT | TaskKind.LOW_RANK_RESTORE:

@@ -289,7 +289,7 @@ def _probes() -> Iterator[list[Probe]]:
     """Look at each call of a collective and of what the profiler does not tell all; give the list that they fill."""
     found: list[Probe] = []
     with contextlib.ExitStack() as stack:
-        for module, name, look in (
+        looks: tuple[tuple[Any, str, Callable[..., Probe | None]], ...] = (
             (dist, "all_to_all_single", _all_to_all_call),
             (dist, "all_reduce", _all_reduce_call),
             (executor.exchange, "all_gather_single", functools.partial(_call_with_output, "all_gather")),
@@ -301,7 +301,8 @@ def _probes() -> Iterator[list[Probe]]:
             (torch, "mm", _sparse_operand),
             (torch, "_fused_adamw_", _parameters),
             (executor.operations, "edge_attention", _edges_of_long_rows),
-        ):
+        )
+        for module, name, look in looks:
             stack.enter_context(mock.patch.object(module, name, _probed(getattr(module, name), look, found)))
         yield found
 

@@ -143,7 +143,7 @@ MUTATIONS: dict[str, tuple[str, Callable[[Prepared], Tasks], str]] = {
     "a bucket that begins too late": (
         BESIDE,
         with_swapped("gradients.bucket2", "layer2.attention_output.backward"),
-        "order of tasks that are not recomputed: layer2.attention_output.backward is lowered where gradients.bucket2 ran",
+        "layer2.attention_output.backward is lowered where gradients.bucket2 ran",
     ),
     "buckets that begin behind the backward pass": (
         BESIDE,

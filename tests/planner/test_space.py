@@ -22,7 +22,9 @@ def cut(num_parts: int) -> PartitionSpec:
 
 def plans_of(devices: int = 4, **fields: Any) -> list[Plan]:
     """Return the candidates on so many devices."""
-    return list(candidates(made_model(), made_cluster(devices_per_host=devices), SearchSpec(**fields), cut))
+    return list(
+        candidates(graph_of(cut(1)), made_model(), made_cluster(devices_per_host=devices), SearchSpec(**fields), cut)
+    )
 
 
 def meshes(plans: list[Plan]) -> list[tuple[int, int, int]]:
@@ -107,7 +109,7 @@ def test_only_cuts_that_are_needed_are_made():
         return cut(num_parts)
 
     search = SearchSpec(num_ranks=(2, 4), batches=(FULL, CLUSTERS), parts_per_replica=2)
-    found = candidates(made_model(), made_cluster(), search, noted_cut)
+    found = candidates(graph_of(cut(1)), made_model(), made_cluster(), search, noted_cut)
     next(found)
     assert asked == [2]
     list(found)
@@ -124,7 +126,7 @@ searches = st.builds(
 @given(search=searches, devices=st.integers(1, 8))
 def test_every_candidate_that_fits_the_cluster_is_legal(search, devices):
     cluster, model = made_cluster(devices_per_host=devices), made_model()
-    for plan in candidates(model, cluster, search, cut):
+    for plan in candidates(graph_of(cut(1)), model, cluster, search, cut):
         assert violations(plan, graph_of(plan.partition), model, cluster) == []
 
 
