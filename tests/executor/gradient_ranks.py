@@ -4,7 +4,6 @@ import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -187,7 +186,7 @@ def _by_ddp(hook: Callable[..., torch.futures.Future[Tensor]] | None, place: Pla
         model.zero_grad()
 
 
-def _in_bf16(_: object, bucket: Any) -> torch.futures.Future[Tensor]:
+def _in_bf16(_: object, bucket) -> torch.futures.Future[Tensor]:
     """Do what torch's `bf16_compress_hook` does, which refuses gloo; dividing after the sum, so by rounding less."""
     half = bucket.buffer().to(torch.bfloat16)
     future = dist.all_reduce(half, async_op=True).get_future()
