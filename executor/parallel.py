@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from executor.compression import Factors
-from executor.record import Launched, Recorder
-from executor.reduction import BucketGradients, Reduction, Wire, reduction
+from executor.record import Recorder
+from executor.reduction import BucketGradients, Launched, Reduction, Wire, reduction
 from simulator.errors import RunError
 from simulator.gradients import LOSS_TASK, Bucket, buckets_of, is_factorised, loss_tasks
 from simulator.specs.gradients import CompressionKind, GradientCompression
@@ -108,12 +108,13 @@ class FlatGradients:
         self._buffer.zero_()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what a later step depends on: nothing, or what this rank did not send yet and the right factors.
+        """Return the tensors that a later step depends on: none, or what this rank did not send and the right factors.
 
-        Their layout follows the parameters, whatever the buckets. Right factors are alike on all ranks. Of "residual"
-        only the sum over the ranks counts, so that another number of ranks may share it out in any way.
+        They are those in use, and stay where they are. Their layout follows the parameters, whatever the buckets. Right
+        factors are alike on all ranks. Of "residual" only the sum over the ranks counts, so another number of ranks may
+        share it out in any way.
         """
-        return {"residual": self._residual.clone(), "right": self._right.clone()} if self._residual.numel() else {}
+        return {"residual": self._residual, "right": self._right} if self._residual.numel() else {}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Go on from the state of gradients with the same parameters and compression.

@@ -11,7 +11,7 @@ import json
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,14 @@ _FOREIGN_RANGES = ("ProfilerStep", "nccl:", "Optimizer.")
 
 @dataclass(slots=True, kw_only=True)
 class Mark:
-    """A task under way or done; instants by the host's monotonic clock."""
+    """A task under way or done; instants by the host's monotonic clock.
+
+    Attributes:
+        is_followed: a collective that goes on after its call: it ends with its work, not with the call.
+        done_seconds: when that work told its end; 0 before, and where it tells none.
+        stream: None for that of its kind.
+        paused_seconds: in which other tasks ran in its midst.
+    """
 
     name: str
     kind: TaskKind
@@ -42,27 +49,11 @@ class Mark:
     group: tuple[int, ...] = ()
     start_seconds: float = 0.0
     end_seconds: float = 0.0
-    paused_seconds: float = 0.0  # in which other tasks ran in its midst
-    stream: Stream | None = None  # None for that of the kind
     annotation: Any = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launched:
-    """A collective that goes on beside what follows.
-
-    Attributes:
-        mark: None while nothing is recorded.
-    """
-
-    work: dist.Work
-    mark: Mark | None
-
-    def wait(self) -> None:
-        """Let what follows use the collective's result: on GPUs the stream waits, on CPUs the host does."""
-        self.work.wait()
-        if self.mark is not None:
-            self.mark.end_seconds = self.mark.end_seconds or time.perf_counter()
+    is_followed: bool = False
+    done_seconds: float = 0.0
+    stream: Stream | None = None
+    paused_seconds: float = 0.0
 
 
 class Recorder:
@@ -117,20 +108,46 @@ class Recorder:
         shape: tuple[int, ...],
         group: tuple[int, ...] = (),
         dtype: Dtype | None = None,
-    ) -> Iterator[None]:
+    ) -> Iterator[Mark | None]:
         """Mark what runs inside as a task; inside the backward pass the task lasts until the next one begins.
 
         Args:
             group: ranks of a collective.
-            dtype: None for that of the phase.
+            dtype: number format of what it works on, if not that of activations.
+
+        Yields:
+            The mark, for `follow`; None while nothing is marked.
         """
         if not self.is_on:
-            yield
+            yield None
             return
-        self._begin(name, kind, phase, shape, group, dtype)
-        yield
+        mark = self._begin(name, kind, phase, shape, group, dtype)
+        yield mark
         if phase is not Phase.BACKWARD:
             self._close()
+
+    def pause(self) -> None:
+        """End the task under way; what runs until the next one begins, such as waiting for others, has no name."""
+        if self.is_on:
+            self._close()
+
+    def follow(self, mark: Mark | None, work: dist.Work) -> None:
+        """Let a collective's mark last until its work is done, as far as the work tells, else until `waited`."""
+        if mark is None:
+            return
+        mark.is_followed = True
+
+        def note(_: object) -> None:
+            mark.done_seconds = time.perf_counter()
+
+        # gloo tells the end of all but a reduce-scatter.
+        with contextlib.suppress(RuntimeError):
+            work.get_future().then(note)
+
+    def waited(self, mark: Mark | None) -> None:
+        """End the mark of a collective whose work is done."""
+        if mark is not None and mark.is_followed:
+            mark.end_seconds = max(mark.done_seconds or time.perf_counter(), mark.start_seconds)
 
     @contextlib.contextmanager
     def recomputing(self) -> Iterator[None]:
@@ -164,39 +181,6 @@ class Recorder:
             self._open = interrupted
             self._enter_annotation(interrupted)
 
-    def launch(
-        self,
-        start: Callable[[], dist.Work],
-        name: str,
-        kind: TaskKind,
-        shape: tuple[int, ...],
-        group: tuple[int, ...],
-        dtype: Dtype,
-        *,
-        on_cpu: bool,
-    ) -> Launched:
-        """Return a reduction of gradients that was started, marked until it ends.
-
-        Args:
-            on_cpu: its end is told by the thread that does it; on GPUs a profiler takes its time.
-        """
-        if not self.is_on:
-            return Launched(work=start(), mark=None)
-        self._begin(name, kind, Phase.UPDATE, shape, group, dtype)
-        mark = self._open
-        assert mark is not None
-        mark.stream = Stream.GRADIENTS
-        work = start()
-        self._close()
-        if on_cpu:
-            mark.end_seconds = 0.0
-
-            def end(_: object) -> None:
-                mark.end_seconds = time.perf_counter()
-
-            work.get_future().add_done_callback(end)
-        return Launched(work=work, mark=mark)
-
     def _name_backward(self, name: str, kind: TaskKind, shape: tuple[int, ...], result: Any) -> None:
         tensor = result[0] if isinstance(result, tuple) else result
         if tensor.grad_fn is None:
@@ -216,11 +200,13 @@ class Recorder:
         shape: tuple[int, ...],
         group: tuple[int, ...] = (),
         dtype: Dtype | None = None,
-    ) -> None:
+    ) -> Mark:
         self._close()
         dtype = dtype or (Dtype.FLOAT32 if phase is Phase.UPDATE else self.precision)
         full_name = self._prefix + task_name(name, phase)
-        self._enter(Mark(name=full_name, kind=kind, phase=phase, shape=shape, dtype=dtype, group=group))
+        mark = Mark(name=full_name, kind=kind, phase=phase, shape=shape, dtype=dtype, group=group)
+        self._enter(mark)
+        return mark
 
     def _enter(self, mark: Mark) -> None:
         self._open = mark

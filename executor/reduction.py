@@ -12,14 +12,32 @@ from torch import Tensor
 from executor import compression
 from executor.compat import all_gather_single
 from executor.compression import Factors
-from executor.record import Launched, Recorder
+from executor.record import Mark, Recorder
 from simulator.gradients import num_kept
 from simulator.specs.gradients import CompressionKind, GradientCompression
-from simulator.specs.program import Phase, TaskKind
+from simulator.specs.program import Phase, Stream, TaskKind
 from simulator.specs.units import Dtype
 
 # Bits of fp32 values and their indices travel as int32.
 _FORMATS = {torch.float32: Dtype.FLOAT32, torch.bfloat16: Dtype.BFLOAT16, torch.int32: Dtype.FLOAT32}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """A collective that goes on beside what follows.
+
+    Attributes:
+        mark: its task, None while nothing is recorded.
+    """
+
+    work: dist.Work
+    mark: Mark | None
+    recorder: Recorder
+
+    def wait(self) -> None:
+        """Let what follows use the collective's result: on GPUs the stream waits, on CPUs the host does."""
+        self.work.wait()
+        self.recorder.waited(self.mark)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +75,7 @@ class Wire:
 
         return self._run(call, name, TaskKind.ALL_GATHER, given)
 
-    def task(self, name: str, kind: TaskKind, shape: tuple[int, ...]) -> contextlib.AbstractContextManager[None]:
+    def task(self, name: str, kind: TaskKind, shape: tuple[int, ...]) -> contextlib.AbstractContextManager[Mark | None]:
         """Mark a compute task."""
         return self.recorder.task(name, kind, Phase.UPDATE, shape)
 
@@ -70,12 +88,13 @@ class Wire:
                 call(False)
             return None
 
-        def start() -> dist.Work:
+        with self.recorder.task(name, kind, Phase.UPDATE, shape, self.ranks, dtype) as mark:
             work = call(True)
-            assert work is not None, f"this rank is not in the world of {name}"
-            return work
-
-        return self.recorder.launch(start, name, kind, shape, self.ranks, dtype, on_cpu=not given.is_cuda)
+        assert work is not None, f"this rank is not in the world of {name}"
+        if mark is not None:
+            mark.stream = Stream.GRADIENTS
+        self.recorder.follow(mark, work)
+        return Launched(work=work, mark=mark, recorder=self.recorder)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

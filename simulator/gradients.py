@@ -7,7 +7,7 @@ two collectives, the second one begins when the next bucket does. `executor/para
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from simulator.specs.gradients import CompressionKind, GradientCompression
@@ -175,21 +175,22 @@ class ReductionSchedule:
 
     Attributes:
         tasks_of_bucket: of each bucket, in order; empty on a single rank.
-        operations_of_bucket: the operations whose backward passes give the bucket's gradients.
+        operations_of_bucket: the operations whose backward passes give the bucket's gradients; None where one of them
+            never comes.
         loss: what sums the loss apart from the buckets.
         overlaps: whether buckets begin within the backward pass.
     """
 
     tasks_of_bucket: tuple[tuple[ReductionTask, ...], ...]
-    operations_of_bucket: tuple[frozenset[str], ...]
+    operations_of_bucket: tuple[frozenset[str] | None, ...]
     loss: tuple[ReductionTask, ...]
     overlaps: bool
-    _missing: list[set[str]] = field(init=False)
+    _missing: list[set[str] | None] = field(init=False)
     _segments: list[list[list[ReductionTask]]] = field(init=False)
     _num_begun: int = 0
 
     def __post_init__(self) -> None:
-        self._missing = [set(operations) for operations in self.operations_of_bucket]
+        self._missing = [None if found is None else set(found) for found in self.operations_of_bucket]
         self._segments = [_segments(tasks) for tasks in self.tasks_of_bucket]
 
     def before_backward(self) -> list[ReductionTask]:
@@ -201,9 +202,10 @@ class ReductionSchedule:
         if not self.overlaps:
             return []
         for missing in self._missing:
-            missing.discard(operation)
+            if missing is not None:
+                missing.discard(operation)
         found: list[ReductionTask] = []
-        while self._num_begun < len(self._segments) and not self._missing[self._num_begun]:
+        while self._num_begun < len(self._segments) and self._missing[self._num_begun] == set():
             found += self._begin_next()
         return found
 
@@ -244,8 +246,29 @@ def _segments(tasks: Sequence[ReductionTask]) -> list[list[ReductionTask]]:
     return found
 
 
+# A weight that several operations may share, each of which uses a part of it.
+_SHARED_WEIGHTS = {"query_key_value": ("query_key_value", "query", "key_value")}
+# Ends of operations that do for a part of the edges what others do for all.
+_PARTIAL = ("", "_interior", "_halo")
+
+
+def gradient_operations(parameter: str, operations: Collection[str]) -> frozenset[str]:
+    """Return the operations of a step that use a parameter: its gradient is there once all have run backward.
+
+    Args:
+        parameter: such as "layer0.query_key_value.weight".
+        operations: names of all operations with a backward pass, such as "layer0.query_key_value".
+    """
+    base = parameter.removesuffix(".weight").removesuffix(".bias")
+    name = base.rpartition(".")[2]
+    module = base.removesuffix(name)
+    names = {f"{module}{each}{end}" for each in _SHARED_WEIGHTS.get(name, (name,)) for end in _PARTIAL}
+    return frozenset(names & set(operations))
+
+
 def reduction_schedule(
     parameters: Iterable[tuple[str, Shape]],
+    operations: Collection[str],
     *,
     bucket_bytes: int,
     compression: GradientCompression,
@@ -255,16 +278,16 @@ def reduction_schedule(
     """Return the schedule of one step's reductions over all ranks.
 
     Args:
-        parameters: names and shapes in the order in which the model registers them; the backward pass of the operation
-            that a parameter is named after gives its gradient.
+        parameters: names and shapes in the order in which the model registers them.
+        operations: as in `gradient_operations`.
     """
     buckets = buckets_of(parameters, bucket_bytes) if num_ranks > 1 else ()
+    by_parameter = [
+        [gradient_operations(parameter, operations) for parameter, _ in bucket.parameters] for bucket in buckets
+    ]
     return ReductionSchedule(
         tasks_of_bucket=tuple(bucket_tasks(bucket, compression, num_ranks) for bucket in buckets),
-        operations_of_bucket=tuple(
-            frozenset(name.removesuffix(".weight").removesuffix(".bias") for name, _ in bucket.parameters)
-            for bucket in buckets
-        ),
+        operations_of_bucket=tuple(frozenset().union(*found) if all(found) else None for found in by_parameter),
         loss=loss_tasks(compression) if buckets else (),
         overlaps=overlaps,
     )

@@ -4,7 +4,7 @@ What is lowered here is what `executor/` runs: same names, shapes and bytes, whi
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from simulator.gradients import ReductionSchedule, ReductionTask, reduction_schedule
@@ -163,10 +163,13 @@ def num_parameters(graph: GraphSpec, model: ModelSpec) -> int:
     return sum(math.prod(shape) for _, shape in parameter_shapes(graph, model))
 
 
-def gradient_reductions(plan: Plan, graph: GraphSpec, model: ModelSpec) -> ReductionSchedule:
-    """Return in which order a step issues the reductions of its gradients."""
+def gradient_reductions(
+    plan: Plan, graph: GraphSpec, model: ModelSpec, operations: Collection[str]
+) -> ReductionSchedule:
+    """Return in which order a step with these operations issues the reductions of its gradients."""
     return reduction_schedule(
         parameter_shapes(graph, model),
+        operations,
         bucket_bytes=plan.gradient_bucket_bytes,
         compression=plan.gradient_compression,
         overlaps=plan.overlap_gradients,
@@ -222,13 +225,13 @@ class _RankLowering:
     _previous: int | None = None  # the latest task that is no reduction beside the others
     _beside: dict[str, int] = field(default_factory=dict)  # those reductions, by name
 
-    def __post_init__(self) -> None:
-        self._reductions = gradient_reductions(self.plan, self.graph, self.model)
-
     def tasks_of_step(self) -> tuple[Task, ...]:
         """Return forward, backward and update of this rank."""
         layers = [self._layer(index) for index in range(self.model.num_layers)]
-        for operation in [*self._input(), *(operation for layer in layers for operation in layer), *self._head()]:
+        operations = [*self._input(), *(operation for layer in layers for operation in layer), *self._head()]
+        names = [operation.name for operation in operations]
+        self._reductions = gradient_reductions(self.plan, self.graph, self.model, names)
+        for operation in operations:
             self._add_forward(operation, Phase.FORWARD)
         self._add_reductions(self._reductions.before_backward())
         for operation in reversed(self._head()):

@@ -323,6 +323,28 @@ def _bfloat16() -> dict[str, ParityCase]:
     }
 
 
+def _lossy() -> dict[str, ParityCase]:
+    """Return plans whose gradients lose what the next steps send."""
+    both = ParityCase(
+        data_parallel_degree=2,
+        graph_parallel_degree=2,
+        num_parts=4,
+        exchange=(HALO, ALL_GATHER),
+        gradient_bucket_bytes=SMALL_BUCKETS,
+        overlap_gradients=True,
+    )
+    top_k = GradientCompression(kind=CompressionKind.TOP_K, kept_ratio=0.2)
+    power_sgd = GradientCompression(kind=CompressionKind.POWER_SGD, matrix_rank=2)
+    return {
+        "2 replicas of 2 graph ranks, top-k beside": replace(both, gradient_compression=top_k),
+        "2 replicas of 2 graph ranks, PowerSGD beside": replace(both, gradient_compression=power_sgd),
+        "2 graph ranks, PowerSGD": ParityCase(
+            graph_parallel_degree=2, exchange=(HALO, HALO), gradient_compression=power_sgd
+        ),
+    }
+
+
 EXACT_CASES = {**_one_rank(), **_several_ranks(), **_beside_the_backward_pass()}
 ROUNDED_CASES = _bfloat16()
-CASES = {**EXACT_CASES, **ROUNDED_CASES}
+LOSSY_CASES = _lossy()
+CASES = {**EXACT_CASES, **ROUNDED_CASES, **LOSSY_CASES}

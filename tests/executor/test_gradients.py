@@ -137,6 +137,7 @@ def test_tasks_are_marked_in_the_order_and_with_the_bytes_that_are_planned(resul
     shapes = [(name, tuple(parameter.shape)) for name, parameter in made_model().named_parameters()]
     schedule = reduction_schedule(
         shapes,
+        [str(layer) for layer in range(6)],
         bucket_bytes=setting.bucket_bytes,
         compression=COMPRESSIONS[setting.compression],
         overlaps=setting.overlap,

@@ -10,6 +10,7 @@ from simulator.gradients import (
     ReductionTask,
     bucket_tasks,
     buckets_of,
+    gradient_operations,
     is_factorised,
     kept_bytes,
     num_kept,
@@ -37,8 +38,9 @@ PARAMETERS = (
 
 
 def schedule_of(how: GradientCompression = NONE, *, overlaps: bool, bucket_bytes: int = 4 * 320, num_ranks: int = 4):
+    operations = ("first", "second", "third", "loss")
     return reduction_schedule(
-        PARAMETERS, bucket_bytes=bucket_bytes, compression=how, overlaps=overlaps, num_ranks=num_ranks
+        PARAMETERS, operations, bucket_bytes=bucket_bytes, compression=how, overlaps=overlaps, num_ranks=num_ranks
     )
 
 
@@ -158,6 +160,29 @@ def test_a_bucket_that_is_complete_waits_for_those_before_it():
 def test_buckets_whose_gradients_never_come_are_reduced_behind_the_backward_pass():
     schedule = schedule_of(overlaps=True)
     schedule.after_backward_of("second")
+    assert names(schedule.rest()) == ["bucket0", "bucket1", "bucket2"]
+
+
+@pytest.mark.parametrize(
+    ("parameter", "operations"),
+    [
+        ("layer1.attention_output.bias", {"layer1.attention_output"}),
+        ("layer1.query_key_value.weight", {"layer1.query", "layer1.key_value"}),
+        ("layer1.edge_bias", {"layer1.edge_bias_interior", "layer1.edge_bias_halo"}),
+        ("layer2.edge_bias", set()),
+        ("head.norm.weight", {"head.norm"}),
+    ],
+)
+def test_a_gradient_is_there_when_all_operations_with_the_parameter_have_run_backward(parameter, operations):
+    step = ["layer1.query", "layer1.key_value", "layer1.edge_bias_interior", "layer1.edge_bias_halo", "layer1.exchange"]
+    assert gradient_operations(parameter, [*step, "layer1.attention_output", "head.norm", "loss"]) == operations
+
+
+def test_a_bucket_with_a_parameter_that_no_operation_uses_begins_behind_the_backward_pass():
+    schedule = reduction_schedule(
+        PARAMETERS, ["first", "third"], bucket_bytes=4 * 320, compression=NONE, overlaps=True, num_ranks=2
+    )
+    assert schedule.after_backward_of("third") == schedule.after_backward_of("first") == []
     assert names(schedule.rest()) == ["bucket0", "bucket1", "bucket2"]
 
 
