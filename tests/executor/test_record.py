@@ -154,10 +154,13 @@ def test_a_task_that_was_interrupted_goes_on_and_lasts_as_long_as_without_the_in
     monkeypatch.setattr("executor.record.time.perf_counter", lambda: next(instants))
     recorder = Recorder()
     recorder.start()
-    with recorder.task("long", TaskKind.GELU, Phase.FORWARD, (1, 1)):  # begins at 0
-        # Interrupted from 10 to 14, by a task from 11 to 13; ends at 20.
-        with recorder.interrupting(), recorder.task("short", TaskKind.CLIP, Phase.UPDATE, (1, 1)):
-            pass
+    # The long one begins at 0, is interrupted from 10 to 14 by a task from 11 to 13, and ends at 20.
+    with (
+        recorder.task("long", TaskKind.GELU, Phase.FORWARD, (1, 1)),
+        recorder.interrupting(),
+        recorder.task("short", TaskKind.CLIP, Phase.UPDATE, (1, 1)),
+    ):
+        pass
     marks = {mark.name: (mark.start_seconds, mark.end_seconds) for mark in recorder.stop()}
     assert marks == {"short": (11.0, 13.0), "long": (0.0, 16.0)}
 
