@@ -80,7 +80,14 @@ class Trainer:
         self.recorder = recorder
         torch.manual_seed(train.seed)  # parameters are drawn on the CPU, so alike on every rank and device
         self.model = GraphTransformer(graph, model, recorder).to(place.device)
-        self.gradients = FlatGradients(self.model, recorder, place.world, bucket_bytes=plan.gradient_bucket_bytes)
+        self.gradients = FlatGradients(
+            self.model,
+            recorder,
+            place.world,
+            bucket_bytes=plan.gradient_bucket_bytes,
+            overlap=plan.overlap_gradients,
+            compression=plan.gradient_compression,
+        )
         # What changes from step to step lies on the device, where a CUDA graph reads it.
         self.learning_rate = torch.zeros((), device=place.device)
         self.dropout_word = torch.zeros((), dtype=torch.int32, device=place.device)
@@ -108,8 +115,9 @@ class Trainer:
     def _update_on(self, data: RankData, settings: ForwardSettings) -> Tensor:
         settings = replace(settings, dropout_word=self.dropout_word)
         loss = self.model.loss(self.model(data, settings), data)
+        self.gradients.begin(loss)
         loss.backward()
-        step_loss = self.gradients.reduce(loss)
+        step_loss = self.gradients.reduce()
         self.update()
         return step_loss
 

@@ -1,15 +1,17 @@
 """What a candidate cannot beat."""
 
+from collections import defaultdict
+
 from simulator.simulation import Pricing
 from simulator.specs.cost import CollectiveCost
-from simulator.specs.program import Program, Task
+from simulator.specs.program import Program, Stream, Task
 
 
 def lower_bound_seconds(costs: Pricing, program: Program) -> float:
     """Return seconds that a step of a program needs at least: the busiest rank's own work.
 
-    On each rank the compute tasks run one after another, and so do its collectives, which take at least their fixed
-    time. Waiting for others, sharing of links and the order between the streams are left out.
+    On each rank the compute tasks run one after another, and so do its collectives of a stream, which take at least
+    their fixed time. Waiting for others, sharing of links and the order between the streams are left out.
     """
     computes = costs.of(min(program.num_ranks, costs.cluster.devices_per_host))
     known: dict[tuple[str, tuple[int, ...]], CollectiveCost] = {}
@@ -23,6 +25,9 @@ def lower_bound_seconds(costs: Pricing, program: Program) -> float:
     busiest = 0.0
     for tasks in program.tasks:
         compute = sum(computes.price(task).device_seconds for task in tasks if not task.kind.is_collective)
-        fixed = sum(known[task.name, task.group].latency_seconds for task in tasks if task.kind.is_collective)
-        busiest = max(busiest, compute, fixed)
+        fixed: dict[Stream, float] = defaultdict(float)
+        for task in tasks:
+            if task.kind.is_collective:
+                fixed[task.stream] += known[task.name, task.group].latency_seconds
+        busiest = max(busiest, compute, *fixed.values())
     return busiest

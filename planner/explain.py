@@ -1,12 +1,14 @@
 """Plans in words, and why one lost to another."""
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from simulator.specs.decision import PlanFile
+from simulator.specs.gradients import CompressionKind
 from simulator.specs.order import NodeOrder
 from simulator.specs.plan import Exchange, Plan, Recompute
-from simulator.specs.trace import Trace
+from simulator.specs.trace import Span, Trace
 from simulator.specs.units import Dimension, format_quantity
 
 # How most reasons end; a table of many may say it once.
@@ -24,6 +26,8 @@ class Breakdown:
     """Where an epoch's time goes on the mean rank, in seconds.
 
     Attributes:
+        communication_seconds: with a collective under way and nothing computed beside it.
+        waiting_seconds: in which a collective waits for other ranks, and nothing else is done beside it.
         idle_seconds: with no task under way: a device waits for its host to launch the next.
     """
 
@@ -44,24 +48,50 @@ def description(plan: Plan) -> str:
         batch = f"{plan.data_parallel_degree} x {plan.parts_per_batch} of {plan.partition.num_parts} clusters{group}"
     again = sum(recompute is Recompute.LAYER for recompute in plan.recompute)
     recompute = f", {again} of {len(plan.recompute)} layers recomputed" if again else ""
-    return f"{ranks}: {batch}, {plan.precision.value}{recompute}"
+    return f"{ranks}: {batch}, {plan.precision.value}{recompute}{_gradients_text(plan)}"
+
+
+def _gradients_text(plan: Plan) -> str:
+    """Return how gradients are reduced where that is not behind the backward pass in fp32, and a comma before it."""
+    choices = []
+    if plan.gradient_compression.kind is not CompressionKind.NONE:
+        choices.append(f"gradients by {plan.gradient_compression}")
+    if plan.overlap_gradients:
+        size = format_quantity(plan.gradient_bucket_bytes, Dimension.BYTES)
+        choices.append(f"buckets of {size} reduced beside the backward pass")
+    return "".join(f", {choice}" for choice in choices)
 
 
 def breakdown(plan: Plan, trace: Trace) -> Breakdown:
     """Return where the time of an epoch goes, if all its steps were like the trace's."""
     scale = plan.steps_per_epoch / trace.num_ranks
-    communication = [span for span in trace.spans if span.kind.is_collective]
-    compute_seconds = scale * sum(span.busy_seconds for span in trace.spans if not span.kind.is_collective)
-    communication_seconds = scale * sum(span.busy_seconds for span in communication)
-    waiting_seconds = scale * sum(span.waiting_seconds for span in communication)
+    compute_seconds = busy_seconds = covered_seconds = 0.0
+    spans_of_rank: dict[int, list[Span]] = defaultdict(list)
+    for span in trace.spans:
+        spans_of_rank[span.rank].append(span)
+    for spans in spans_of_rank.values():
+        compute = [(span.start_seconds, span.end_seconds) for span in spans if not span.kind.is_collective]
+        moving = [(s.start_seconds + s.waiting_seconds, s.end_seconds) for s in spans if s.kind.is_collective]
+        waiting = [(s.start_seconds, s.start_seconds + s.waiting_seconds) for s in spans if s.kind.is_collective]
+        compute_seconds += scale * _covered_seconds(compute)
+        busy_seconds += scale * _covered_seconds(compute + moving)
+        covered_seconds += scale * _covered_seconds(compute + moving + waiting)
     whole_seconds = plan.steps_per_epoch * trace.median_step_seconds
     return Breakdown(
         compute_seconds=compute_seconds,
-        communication_seconds=communication_seconds,
-        waiting_seconds=waiting_seconds,
-        # Streams that run side by side leave less than nothing.
-        idle_seconds=max(whole_seconds - compute_seconds - communication_seconds - waiting_seconds, 0.0),
+        communication_seconds=busy_seconds - compute_seconds,
+        waiting_seconds=covered_seconds - busy_seconds,
+        idle_seconds=max(whole_seconds - covered_seconds, 0.0),
     )
+
+
+def _covered_seconds(intervals: Iterable[tuple[float, float]]) -> float:
+    """Return the seconds that lie in at least one interval."""
+    covered_seconds, until_seconds = 0.0, float("-inf")
+    for start_seconds, end_seconds in sorted(intervals):
+        covered_seconds += max(end_seconds - max(start_seconds, until_seconds), 0.0)
+        until_seconds = max(until_seconds, end_seconds)
+    return covered_seconds
 
 
 def reason_lost(best: Breakdown, other: Breakdown) -> str:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from simulator.errors import CalibrationError
 from simulator.specs.calibration import Calibration, ComputeSample
 from simulator.specs.cost import TaskCost
-from simulator.specs.program import Phase, Task, TaskKind
+from simulator.specs.program import UPDATES, Phase, Task, TaskKind
 from simulator.specs.units import Dtype
 
 _Key = tuple[TaskKind, Phase, Dtype]
@@ -49,6 +49,12 @@ def task_flops(kind: TaskKind, phase: Phase, shape: tuple[int, ...]) -> float:
         case TaskKind.ATTENTION:
             _, _, edges, _, _, heads, head_size = shape
             return factor * 4 * edges * heads * head_size
+        case TaskKind.LOW_RANK_PROJECT | TaskKind.LOW_RANK_RESTORE:
+            elements, _, matrix_rank = shape
+            return 2.0 * elements * matrix_rank
+        case TaskKind.LOW_RANK_ORTHOGONALISE:
+            elements, _, matrix_rank = shape
+            return 4.0 * elements * matrix_rank
         case _:
             return 0.0
 
@@ -75,7 +81,10 @@ def task_bytes(kind: TaskKind, phase: Phase, shape: tuple[int, ...], dtype: Dtyp
         case TaskKind.HALO_PACK | TaskKind.PAD_ROWS:
             rows, others, columns = shape
             return 2.0 * size * columns * (rows + others)
-        case TaskKind.CLIP | TaskKind.OPTIMIZER:
+        case TaskKind.TOP_K_SUM:
+            elements, kept, ranks = shape
+            return 4.0 * elements + 12.0 * kept * ranks
+        case _ if kind in UPDATES:
             return 4.0 * shape[0]
         case _:
             return float(size * math.prod(shape))

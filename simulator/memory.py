@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 
+from simulator.gradients import PARAMETER_BYTES, buckets_of, kept_bytes, passing_bytes
 from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import EdgeBias, ModelSpec
 from simulator.specs.plan import Exchange, Plan, Recompute
 from simulator.specs.units import Dimension, format_quantity
-from simulator.workload import PARAMETER_BYTES, RankWork, num_input_columns, num_parameters, rank_work
+from simulator.workload import RankWork, num_input_columns, num_parameters, parameter_shapes, rank_work
 
 INDEX_BYTES = 8  # torch's indices are int64
 SCORE_BYTES = 4  # softmax is fp32
@@ -88,6 +89,7 @@ def _rank_memory(
     workspace = again + max(_workspace_bytes(plan, model, work, exchange) for exchange in plan.exchange)
     exchange = Exchange.HALO if plan.num_ranks > 1 else Exchange.NONE
     evaluation = 0 if plan.is_full_graph else _layer_bytes(plan, model, whole, exchange, kind)
+    compression = _compression_bytes(plan, graph, model, backward_bytes=activations + workspace)
     return (
         ("parameters", parameters),
         ("gradients", parameters),
@@ -96,8 +98,21 @@ def _rank_memory(
         ("activations", activations),
         ("workspace", workspace),
         ("evaluation", max(evaluation - activations - workspace, 0)),
+        *((("gradient compression", compression),) if compression else ()),
         ("context", CONTEXT_BYTES[cluster.device.kind]),
     )
+
+
+def _compression_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec, *, backward_bytes: int) -> int:
+    """Return what compressing gradients takes beside the rest.
+
+    Args:
+        backward_bytes: of the backward pass, which are free again when gradients are reduced behind it.
+    """
+    buckets = buckets_of(parameter_shapes(graph, model), plan.gradient_bucket_bytes) if plan.num_ranks > 1 else ()
+    compression, overlaps = plan.gradient_compression, plan.overlap_gradients
+    passing = passing_bytes(buckets, compression, num_ranks=plan.num_ranks, overlaps=overlaps)
+    return kept_bytes(buckets, compression) + (passing if overlaps else max(passing - backward_bytes, 0))
 
 
 def _evaluation_work(plan: Plan, rank: int) -> RankWork:

@@ -4,17 +4,16 @@ What is lowered here is what `executor/` runs: same names, shapes and bytes, whi
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from simulator.gradients import ReductionSchedule, ReductionTask, reduction_schedule
 from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import NUM_DEGREE_BUCKETS, EdgeBias, ModelSpec
 from simulator.specs.plan import Exchange, Plan, Recompute, batch_parts
 from simulator.specs.program import Phase, Program, Stream, Task, TaskKind, task_name
 from simulator.specs.units import Dtype
-
-PARAMETER_BYTES = 4  # parameters, gradients and optimizer state are fp32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,25 +163,18 @@ def num_parameters(graph: GraphSpec, model: ModelSpec) -> int:
     return sum(math.prod(shape) for _, shape in parameter_shapes(graph, model))
 
 
-def gradient_buckets(sizes: Sequence[int], bucket_bytes: int) -> tuple[int, ...]:
-    """Return how many of the parameters each gradient bucket takes, in the order given.
-
-    A bucket is closed when the next parameter would take it past `bucket_bytes`.
-
-    Args:
-        sizes: elements of each parameter, in the order in which the buckets are filled.
-        bucket_bytes: about how large a bucket may grow; a larger parameter has a bucket of its own.
-    """
-    counts: list[int] = []
-    filled = 0
-    for size in sizes:
-        if counts and filled + size * PARAMETER_BYTES <= bucket_bytes:
-            counts[-1] += 1
-            filled += size * PARAMETER_BYTES
-        else:
-            counts.append(1)
-            filled = size * PARAMETER_BYTES
-    return tuple(counts)
+def gradient_reductions(
+    plan: Plan, graph: GraphSpec, model: ModelSpec, operations: Collection[str]
+) -> ReductionSchedule:
+    """Return in which order a step with these operations issues the reductions of its gradients."""
+    return reduction_schedule(
+        parameter_shapes(graph, model),
+        operations,
+        bucket_bytes=plan.gradient_bucket_bytes,
+        compression=plan.gradient_compression,
+        overlaps=plan.overlap_gradients,
+        num_ranks=plan.num_ranks,
+    )
 
 
 def lower(
@@ -229,12 +221,19 @@ class _RankLowering:
     rank: int
     blocks_host: bool
     tasks: list[Task] = field(default_factory=list)
+    _reductions: ReductionSchedule = field(init=False)
+    _previous: int | None = None  # the latest task that is no reduction beside the others
+    _beside: dict[str, int] = field(default_factory=dict)  # those reductions, by name
 
     def tasks_of_step(self) -> tuple[Task, ...]:
         """Return forward, backward and update of this rank."""
         layers = [self._layer(index) for index in range(self.model.num_layers)]
-        for operation in [*self._input(), *(operation for layer in layers for operation in layer), *self._head()]:
+        operations = [*self._input(), *(operation for layer in layers for operation in layer), *self._head()]
+        names = [operation.name for operation in operations]
+        self._reductions = gradient_reductions(self.plan, self.graph, self.model, names)
+        for operation in operations:
             self._add_forward(operation, Phase.FORWARD)
+        self._add_reductions(self._reductions.before_backward())
         for operation in reversed(self._head()):
             self._add_backward(operation)
         for index in reversed(range(self.model.num_layers)):
@@ -344,18 +343,12 @@ class _RankLowering:
 
     def _add_update(self) -> None:
         shapes = [shape for _, shape in parameter_shapes(self.graph, self.model)]
-        sizes = [math.prod(shape) for shape in reversed(shapes)]
-        if self.plan.num_ranks > 1:
-            first = 0
-            counts = gradient_buckets(sizes, self.plan.gradient_bucket_bytes)
-            for index, count in enumerate(counts):
-                # The last bucket carries the loss too.
-                elements = sum(sizes[first : first + count]) + (index == len(counts) - 1)
-                shape = (elements * PARAMETER_BYTES,)
-                self._add(f"gradients.bucket{index}", TaskKind.ALL_REDUCE, Phase.UPDATE, shape, Dtype.FLOAT32)
-                first += count
+        sizes = [math.prod(shape) for shape in shapes]
+        self._add_reductions(self._reductions.rest())
         update_shape = (sum(sizes), len(sizes))
-        self._add("clip", TaskKind.CLIP, Phase.UPDATE, update_shape, Dtype.FLOAT32)
+        # What goes on beside the others ends in order, so its last task stands for all.
+        last = next(reversed(self._beside), "")
+        self._add("clip", TaskKind.CLIP, Phase.UPDATE, update_shape, Dtype.FLOAT32, result_of=last)
         self._add("optimizer", TaskKind.OPTIMIZER, Phase.UPDATE, update_shape, Dtype.FLOAT32)
 
     def _add_forward(self, operation: _Operation, phase: Phase) -> None:
@@ -365,16 +358,34 @@ class _RankLowering:
         self._add(
             operation.name, operation.backward_kind, Phase.BACKWARD, operation.backward_shape, self.plan.precision
         )
+        self._add_reductions(self._reductions.after_backward_of(operation.name))
 
-    def _add(self, base: str, kind: TaskKind, phase: Phase, shape: tuple[int, ...], dtype: Dtype) -> None:
+    def _add_reductions(self, reductions: Sequence[ReductionTask]) -> None:
+        for task in reductions:
+            self._add(task.name, task.kind, Phase.UPDATE, task.shape, task.dtype, result_of=task.waits_for)
+
+    def _add(
+        self, base: str, kind: TaskKind, phase: Phase, shape: tuple[int, ...], dtype: Dtype, *, result_of: str = ""
+    ) -> None:
+        """Add a task behind the one before it, which none waits for that is a reduction beside the others.
+
+        Args:
+            result_of: name of such a reduction that the task waits for.
+        """
         stream = Stream.COMMUNICATION if kind.is_collective else Stream.COMPUTE
-        previous = len(self.tasks) - 1
-        crosses = previous >= 0 and self.tasks[previous].stream is not stream
+        is_beside = kind.is_collective and phase is Phase.UPDATE and self.plan.overlap_gradients
+        stream = Stream.GRADIENTS if is_beside else stream
+        waits_for = {self._beside[result_of]} if result_of in self._beside else set()
+        if self._previous is not None and self.tasks[self._previous].stream is not stream:
+            waits_for.add(self._previous)
+        if is_beside:
+            self._beside[base] = len(self.tasks)
+        else:
+            self._previous = len(self.tasks)
         group: tuple[int, ...] = ()
-        if kind is TaskKind.ALL_REDUCE:
-            group = tuple(range(self.plan.num_ranks))
-        elif kind.is_collective:
-            group = self.plan.graph_group(self.rank)
+        if kind.is_collective:
+            is_of_all = phase is Phase.UPDATE
+            group = tuple(range(self.plan.num_ranks)) if is_of_all else self.plan.graph_group(self.rank)
         beyond_cache_ratio = None
         if kind is TaskKind.ATTENTION:
             beyond_cache_ratio = beyond_cache_ratio_of(self.plan, shape, self.cluster)
@@ -386,9 +397,9 @@ class _RankLowering:
                 shape=shape,
                 dtype=dtype,
                 stream=stream,
-                waits_for=(previous,) if crosses else (),
+                waits_for=tuple(sorted(waits_for)),
                 group=group,
-                blocks_host=self.blocks_host,
+                blocks_host=self.blocks_host and not is_beside,
                 beyond_cache_ratio=beyond_cache_ratio,
             )
         )

@@ -9,7 +9,7 @@ from simulator.specs.cluster import ClusterSpec, DeviceKind, DeviceSpec, LinkSpe
 from simulator.specs.graph import GraphFile, GraphSpec
 from simulator.specs.model import ModelSpec
 from simulator.specs.plan import Exchange, PartitionMethod, PartitionSpec, PartSpec, Plan, Recompute
-from simulator.specs.program import COLLECTIVES, Phase, Stream, Task, TaskKind
+from simulator.specs.program import COLLECTIVES, UPDATES, Phase, Stream, Task, TaskKind
 from simulator.specs.units import GB, GIB, TERA, Dtype
 
 DEVICE_NAME = "made device"
@@ -38,6 +38,13 @@ _SHAPES: dict[TaskKind, tuple[tuple[int, ...], ...]] = {
     TaskKind.LOSS: tuple((rows, rows // 2, 8) for rows in _ROWS),
     TaskKind.CLIP: ((10_000, 20), (1_000_000, 20)),
     TaskKind.OPTIMIZER: ((10_000, 20), (1_000_000, 20)),
+    TaskKind.GRADIENT_CAST: ((10_000,), (1_000_000,)),
+    TaskKind.TOP_K_SELECT: ((10_000, 100), (1_000_000, 10_000)),
+    TaskKind.TOP_K_SUM: ((10_000, 100, 2), (1_000_000, 10_000, 2)),
+    **{
+        kind: tuple((elements, 4, matrix_rank) for elements in (10_000, 1_000_000) for matrix_rank in (1, 4, 16))
+        for kind in (TaskKind.LOW_RANK_PROJECT, TaskKind.LOW_RANK_ORTHOGONALISE, TaskKind.LOW_RANK_RESTORE)
+    },
 }
 _SIZES = (1024, 32 * 1024, 1024 * 1024, 32 * 1024 * 1024)
 
@@ -54,7 +61,9 @@ def made_items(kind: TaskKind, shape: tuple[int, ...]) -> int:
             return shape[1] * shape[2]
         case TaskKind.HALO_PACK | TaskKind.PAD_ROWS:
             return (shape[0] + shape[1]) * shape[2]
-        case TaskKind.CLIP | TaskKind.OPTIMIZER:
+        case TaskKind.TOP_K_SUM:
+            return shape[0] + 3 * shape[1] * shape[2]
+        case _ if kind in UPDATES:
             return shape[0]
         case _:
             return prod(shape)
@@ -74,7 +83,7 @@ def made_collective_seconds(kind: TaskKind, num_ranks: int, num_bytes: int) -> f
 
 def phases_of(kind: TaskKind) -> tuple[Phase, ...]:
     """Return the phases in which a kind of compute task is measured."""
-    return (Phase.UPDATE,) if kind in (TaskKind.CLIP, TaskKind.OPTIMIZER) else (Phase.FORWARD, Phase.BACKWARD)
+    return (Phase.UPDATE,) if kind in UPDATES else (Phase.FORWARD, Phase.BACKWARD)
 
 
 def made_sample(

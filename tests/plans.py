@@ -9,11 +9,14 @@ from simulator.readers.graphs import Graph
 from simulator.specs.cluster import ClusterSpec
 from simulator.specs.decision import PlanFile, Prediction
 from simulator.specs.files import write_plan
+from simulator.specs.gradients import GradientCompression
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import ModelSpec
 from simulator.specs.plan import Exchange, Plan, Recompute, StepMode
 from simulator.specs.train import TrainSpec
 from simulator.specs.units import MIB, Dtype
+
+AS_THEY_ARE = GradientCompression()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,8 @@ class Choices:
     recompute: Recompute | tuple[Recompute, ...] = Recompute.NONE
     precision: Dtype = Dtype.FLOAT32
     gradient_bucket_bytes: int = 25 * MIB
+    overlap_gradients: bool = False
+    gradient_compression: GradientCompression = AS_THEY_ARE
     step_mode: StepMode = StepMode.EAGER
 
     @property
@@ -55,6 +60,8 @@ def plan_of(choices: Choices, graph: Graph, model: ModelSpec, folder: Path, *, s
         recompute=recompute if isinstance(recompute, tuple) else (recompute,) * model.num_layers,
         precision=choices.precision,
         gradient_bucket_bytes=choices.gradient_bucket_bytes,
+        overlap_gradients=choices.overlap_gradients,
+        gradient_compression=choices.gradient_compression,
         step_mode=choices.step_mode,
     )
 

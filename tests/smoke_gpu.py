@@ -21,6 +21,7 @@ from simulator.readers.generators import materialise
 from simulator.readers.graphs import read_graph
 from simulator.specs.cluster import DeviceKind
 from simulator.specs.files import read_trace
+from simulator.specs.gradients import CompressionKind, GradientCompression
 from simulator.specs.graph import CommunityGraph
 from simulator.specs.model import EdgeBias, ModelSpec
 from simulator.specs.plan import Exchange, Recompute, StepMode
@@ -54,11 +55,37 @@ FULL_GRAPH = {
         recompute=(Recompute.LAYER, Recompute.NONE),
         gradient_bucket_bytes=64 * 1024,
     ),
+    "buckets beside the backward pass": Choices(
+        graph_parallel_degree=2,
+        recompute=(Recompute.LAYER, Recompute.NONE),
+        gradient_bucket_bytes=64 * 1024,
+        overlap_gradients=True,
+    ),
+    "all entries of gradients beside the backward pass": Choices(
+        graph_parallel_degree=2,
+        gradient_bucket_bytes=64 * 1024,
+        overlap_gradients=True,
+        gradient_compression=GradientCompression(kind=CompressionKind.TOP_K, kept_ratio=1.0),
+    ),
 }
 OTHERS = {
     "full graph, bf16": Choices(precision=Dtype.BFLOAT16),
     "replayed, bf16": Choices(step_mode=StepMode.CUDA_GRAPH, precision=Dtype.BFLOAT16),
     "halo, bf16": Choices(graph_parallel_degree=2, precision=Dtype.BFLOAT16),
+    **{
+        f"gradients by {how}{', beside' * overlap}": Choices(
+            graph_parallel_degree=2,
+            gradient_bucket_bytes=64 * 1024,
+            overlap_gradients=overlap,
+            gradient_compression=how,
+        )
+        for how in (
+            GradientCompression(kind=CompressionKind.BF16),
+            GradientCompression(kind=CompressionKind.TOP_K, kept_ratio=0.1),
+            GradientCompression(kind=CompressionKind.POWER_SGD, matrix_rank=2),
+        )
+        for overlap in (False, True)
+    },
     "clusters": Choices(num_parts=4),
     "clusters on two": Choices(data_parallel_degree=2, num_parts=5),
 }

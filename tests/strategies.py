@@ -9,6 +9,7 @@ from simulator.specs.calibration import Calibration, CollectiveSample, ComputeSa
 from simulator.specs.cluster import ClusterSpec, DeviceKind, DeviceSpec, LinkSpec
 from simulator.specs.decision import PlanFile, Prediction, RankedPlan
 from simulator.specs.fanout import FAN_OUT_KINDS, FanoutComparison, FanoutRow, FanoutSpec
+from simulator.specs.gradients import CompressionKind, GradientCompression
 from simulator.specs.graph import (
     DEGREE_QUANTILES,
     CommunityGraph,
@@ -201,6 +202,11 @@ def _choices(
     return st.lists(st.sampled_from(list(choices)), min_size=1, unique=True).map(tuple)
 
 
+compressions = (
+    st.sampled_from([CompressionKind.NONE, CompressionKind.BF16]).map(lambda kind: GradientCompression(kind=kind))
+    | st.builds(GradientCompression, kind=st.just(CompressionKind.TOP_K), kept_ratio=st.floats(0.001, 1))
+    | st.builds(GradientCompression, kind=st.just(CompressionKind.POWER_SGD), matrix_rank=st.integers(1, 4))
+)
 searches = st.builds(
     SearchSpec,
     num_ranks=st.lists(st.integers(1, 32), unique=True, max_size=4).map(tuple),
@@ -208,6 +214,9 @@ searches = st.builds(
     exchanges=_choices([exchange for exchange in Exchange if exchange != Exchange.NONE]),
     recomputes=_choices(Recompute),
     precisions=_choices(Dtype),
+    gradient_bucket_bytes=st.lists(st.integers(4, 2**30), min_size=1, max_size=3, unique=True).map(tuple),
+    overlap_gradients=st.lists(st.booleans(), unique=True).map(tuple),
+    gradient_compressions=st.lists(compressions, min_size=1, max_size=3).map(tuple),
     parts_per_replica=st.integers(1, 8),
     orders=_choices(NodeOrder),
     seed=seeds,
@@ -339,6 +348,8 @@ def plans_for(draw: st.DrawFn, num_layers: int | None = None) -> Plan:
         recompute=draw(st.tuples(*[st.sampled_from(Recompute)] * num_layers)),
         precision=draw(st.sampled_from(Dtype)),
         gradient_bucket_bytes=draw(st.integers(4, 2**30)),
+        overlap_gradients=draw(st.booleans()),
+        gradient_compression=draw(compressions),
         order=draw(orders),
         step_mode=draw(st.sampled_from(StepMode)),
         beyond_cache_ratio=draw(cache_ratios),

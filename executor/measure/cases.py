@@ -1,5 +1,6 @@
 """Tasks to time: each kind on random inputs, forward and backward, as a step runs it."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -8,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from executor import operations
+from executor import compression, operations
 from executor.attention.graph import EdgeGraph
 from executor.compat import making_sparse_csr
+from executor.compression import Factors
 from executor.exchange import ExchangeLayout, exchange_rows
 from executor.measure.graphs import beyond_cache_ratio_of_edges
 from executor.operations import Operation, SparseFeatures
@@ -18,7 +20,7 @@ from executor.record import Recorder
 from executor.train import TORCH_DTYPES, clip_flat_gradient_
 from simulator.costs import task_bytes
 from simulator.specs.plan import Exchange
-from simulator.specs.program import Phase, TaskKind
+from simulator.specs.program import COMPRESSIONS, Phase, TaskKind
 from simulator.specs.units import MIB, Dtype
 
 # Between the writing of an activation and its use in the backward pass, and between two steps, a model of two or three
@@ -100,6 +102,8 @@ def build_case(
             run = _runner(make, operations.LOSS, make.rows(rows, columns), row_T, label_T, labelled)
         case TaskKind.CLIP | TaskKind.OPTIMIZER:
             run = _update_runner(kind, shape, make)
+        case _ if kind in COMPRESSIONS:
+            run = _compression_runner(kind, shape, make)
         case _:
             raise AssertionError(kind)
     return Case(kind=kind, dtype=dtype, shape=shape, run=run)
@@ -232,6 +236,47 @@ def _update_runner(kind: TaskKind, shape: tuple[int, ...], make: _Inputs) -> Cal
                 flat.zero_()
 
     return run
+
+
+def _compression_runner(kind: TaskKind, shape: tuple[int, ...], make: _Inputs) -> Callable[[Recorder], None]:
+    """Return a run of what compresses or restores one bucket of gradients; matrices are square."""
+    task = _compression_task(kind, shape, make)
+
+    def run(recorder: Recorder) -> None:
+        make.evict()
+        with recorder.task(TASK_NAME, kind, Phase.UPDATE, shape):
+            task()
+
+    return run
+
+
+def _compression_task(kind: TaskKind, shape: tuple[int, ...], make: _Inputs) -> Callable[[], object]:
+    gradient, residual = (torch.randn(shape[0], device=make.device, generator=make.generator) for _ in range(2))
+    if kind is TaskKind.GRADIENT_CAST:
+        half = torch.empty_like(gradient, dtype=torch.bfloat16)
+        return lambda: compression.cast(half, gradient)
+    if kind in (TaskKind.TOP_K_SELECT, TaskKind.TOP_K_SUM):
+        kept = shape[1]
+        messages = [torch.empty(2 * kept, dtype=torch.int32, device=make.device) for _ in range((*shape, 1)[2])]
+        for message in messages:
+            compression.select_entries(gradient, residual, message, kept)
+        if kind is TaskKind.TOP_K_SELECT:
+            return lambda: compression.select_entries(gradient, residual, messages[0], kept)
+        return lambda: compression.sum_entries(gradient, messages, kept)
+    elements, matrices, matrix_rank = shape
+    side = math.isqrt(elements // matrices)
+    right = torch.randn(matrices * side * matrix_rank, device=make.device, generator=make.generator)
+    gradients, residuals = (flat.view(matrices, side, side).unbind() for flat in (gradient, residual))
+    factors, no_loss = Factors(gradients, residuals, right, matrix_rank=matrix_rank), gradient[:0]
+    message = compression.project(factors, no_loss)
+    bases = compression.orthogonalise(factors, message)
+    match kind:
+        case TaskKind.LOW_RANK_PROJECT:
+            return lambda: compression.project(factors, no_loss)
+        case TaskKind.LOW_RANK_ORTHOGONALISE:
+            return lambda: compression.orthogonalise(factors, message)
+        case _:
+            return lambda: compression.restore(factors, bases, message, no_loss)
 
 
 def _pack_case(

@@ -100,7 +100,7 @@ QUICK_CPU = Effort(
     edges=(8192, 65536, 196608),
     attention=attention_cases((8192, 65536, 262_144), _QUICK_GRAPHS, _CPU_HEADS),
     collective_bytes=(4 * KIB, 64 * KIB, 512 * KIB, 2 * MIB, 8 * MIB),
-    case_seconds=0.06,
+    case_seconds=0.055,
     repetitions=5,
 )
 FULL_CPU = Effort(
@@ -161,3 +161,10 @@ def case_shapes(effort: Effort) -> Iterator[tuple[TaskKind, tuple[int, ...]]]:
     for elements in (20_000, 200_000, 2_000_000):
         yield TaskKind.CLIP, (elements, 40)
         yield TaskKind.OPTIMIZER, (elements, 40)
+    for elements in (20_000, 2_000_000):
+        yield TaskKind.GRADIENT_CAST, (elements,)
+        yield TaskKind.TOP_K_SELECT, (elements, elements // 100)
+        yield TaskKind.TOP_K_SUM, (elements, elements // 100, 2)
+    for side in (48, 512):  # of square matrices
+        for kind in (TaskKind.LOW_RANK_PROJECT, TaskKind.LOW_RANK_ORTHOGONALISE, TaskKind.LOW_RANK_RESTORE):
+            yield kind, (8 * side * side, 8, 4)

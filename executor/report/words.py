@@ -6,6 +6,7 @@ from enum import StrEnum
 from pathlib import PurePath
 
 from simulator.specs.cluster import ClusterSpec
+from simulator.specs.gradients import CompressionKind
 from simulator.specs.graph import DEGREE_QUANTILES, GraphSpec
 from simulator.specs.model import EdgeBias, ModelSpec
 from simulator.specs.order import NodeOrder
@@ -116,7 +117,10 @@ def plan_words(plan: Plan) -> str:
     words.append(f"exchange {_by_layer(plan.exchange)}")
     words.append(f"recompute {_by_layer(plan.recompute)}")
     words.append(f"{plan.precision}")
-    words.append(f"gradients in buckets of {bytes_text(plan.gradient_bucket_bytes)}")
+    beside = ", reduced beside the backward pass" if plan.overlap_gradients else ""
+    compression = plan.gradient_compression
+    sent = f", sent as {compression}" if compression.kind is not CompressionKind.NONE else ""
+    words.append(f"gradients in buckets of {bytes_text(plan.gradient_bucket_bytes)}{beside}{sent}")
     return "; ".join(words)
 
 

@@ -155,13 +155,23 @@ def _unknown(key: str, known: Collection[str]) -> str:
 
 
 def _text_dimension(field: str, hint: Any, units: bool) -> Dimension | None:
-    """Return what a field measures if its value is a text with a unit, else None."""
-    return dimension_of(field) if units and hint in (int, float) else None
+    """Return what a field measures if its value is a text with a unit, or a list of such texts, else None."""
+    return dimension_of(field) if units and _number_of(hint) in (int, float) else None
+
+
+def _number_of(hint: Any) -> Any:
+    """Return the type of the items of a tuple of any length, and any other type as it is."""
+    arguments = typing.get_args(hint)
+    is_list = typing.get_origin(hint) is tuple and arguments[-1] is Ellipsis
+    return arguments[0] if is_list else hint
 
 
 def _field_reader(name: str, hint: Any, units: bool) -> Convert:
     dimension = _text_dimension(name, hint, units)
-    return _reader(hint, units) if dimension is None else partial(_read_quantity, dimension, hint)
+    if dimension is None:
+        return _reader(hint, units)
+    read = partial(_read_quantity, dimension, _number_of(hint))
+    return read if hint in (int, float) else partial(_read_list, read)
 
 
 def _read_quantity(dimension: Dimension, hint: type, plain: object) -> float:
@@ -328,7 +338,10 @@ def _table_writer(kind: Any, units: bool) -> Convert:
 
 def _field_writer(name: str, hint: Any, units: bool) -> Convert:
     dimension = _text_dimension(name, hint, units)
-    return _writer(hint, units) if dimension is None else partial(exact_quantity, dimension=dimension)
+    if dimension is None:
+        return _writer(hint, units)
+    write = partial(exact_quantity, dimension=dimension)
+    return write if hint in (int, float) else lambda items: [write(item) for item in items]
 
 
 def _write_union(units: bool, value: Any) -> Any:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from simulator.specs.checks import require, require_at_least, require_length, require_positive, require_share
+from simulator.specs.gradients import GradientCompression
 from simulator.specs.order import OrderSpec
 from simulator.specs.units import MIB, Dtype
 
@@ -156,6 +157,9 @@ class Plan:
         recompute: of each layer.
         precision: of activations; parameters, softmax and loss are fp32.
         gradient_bucket_bytes: gradients are reduced in buckets of about this size.
+        overlap_gradients: a bucket's reduction begins as soon as its last gradient is there, beside the rest of the
+            backward pass; else behind the backward pass.
+        gradient_compression: what travels in place of gradients.
         order: in which each rank holds its nodes.
         step_mode: how steps are launched.
         beyond_cache_ratio: share of the rows that attention gathers which come from beyond the device's cache, with
@@ -170,6 +174,8 @@ class Plan:
     recompute: tuple[Recompute, ...]
     precision: Dtype
     gradient_bucket_bytes: int = 25 * MIB
+    overlap_gradients: bool = False
+    gradient_compression: GradientCompression = field(default_factory=GradientCompression)
     order: OrderSpec = field(default_factory=OrderSpec)
     step_mode: StepMode = StepMode.EAGER
     beyond_cache_ratio: float | None = None

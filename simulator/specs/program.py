@@ -32,6 +32,12 @@ class TaskKind(StrEnum):
     LOSS = "loss"
     CLIP = "clip"
     OPTIMIZER = "optimizer"
+    GRADIENT_CAST = "gradient_cast"
+    TOP_K_SELECT = "top_k_select"
+    TOP_K_SUM = "top_k_sum"
+    LOW_RANK_PROJECT = "low_rank_project"
+    LOW_RANK_ORTHOGONALISE = "low_rank_orthogonalise"
+    LOW_RANK_RESTORE = "low_rank_restore"
     ALL_TO_ALL = "all_to_all"
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
@@ -44,6 +50,19 @@ class TaskKind(StrEnum):
 
 
 COLLECTIVES = frozenset({TaskKind.ALL_TO_ALL, TaskKind.ALL_GATHER, TaskKind.REDUCE_SCATTER, TaskKind.ALL_REDUCE})
+# What compresses gradients.
+COMPRESSIONS = frozenset(
+    {
+        TaskKind.GRADIENT_CAST,
+        TaskKind.TOP_K_SELECT,
+        TaskKind.TOP_K_SUM,
+        TaskKind.LOW_RANK_PROJECT,
+        TaskKind.LOW_RANK_ORTHOGONALISE,
+        TaskKind.LOW_RANK_RESTORE,
+    }
+)
+# Of parameters, gradients and the optimizer's state, which are fp32 whatever the activations are.
+UPDATES = COMPRESSIONS | {TaskKind.CLIP, TaskKind.OPTIMIZER}
 
 SHAPE_FIELDS: dict[TaskKind, tuple[str, ...]] = {
     TaskKind.LINEAR: ("rows", "columns_in", "columns_out"),
@@ -74,6 +93,17 @@ SHAPE_FIELDS: dict[TaskKind, tuple[str, ...]] = {
     TaskKind.LOSS: ("rows", "rows_labelled", "columns"),
     TaskKind.CLIP: ("elements", "tensors"),
     TaskKind.OPTIMIZER: ("elements", "tensors"),
+    # A bucket to bf16, or back.
+    TaskKind.GRADIENT_CAST: ("elements",),
+    # The largest entries of a bucket, what earlier steps left out added.
+    TaskKind.TOP_K_SELECT: ("elements", "elements_kept"),
+    # The entries of all ranks back into a bucket.
+    TaskKind.TOP_K_SUM: ("elements", "elements_kept", "ranks"),
+    # PowerSGD on the matrices of a bucket: left factors; right factors from orthogonal left ones, and what they leave
+    # out; the product of both. Elements are those of the matrices, `matrix_rank` the columns of their factors.
+    TaskKind.LOW_RANK_PROJECT: ("elements", "matrices", "matrix_rank"),
+    TaskKind.LOW_RANK_ORTHOGONALISE: ("elements", "matrices", "matrix_rank"),
+    TaskKind.LOW_RANK_RESTORE: ("elements", "matrices", "matrix_rank"),
     # Bytes that this rank sends to each rank of the group, in the group's order.
     TaskKind.ALL_TO_ALL: (),
     # Bytes of this rank's input to the call.
@@ -97,6 +127,7 @@ class Stream(StrEnum):
 
     COMPUTE = "compute"
     COMMUNICATION = "communication"
+    GRADIENTS = "gradients"  # reductions that go on beside the backward pass and its exchanges
     HOST_TO_DEVICE = "host_to_device"
     DEVICE_TO_HOST = "device_to_host"
 

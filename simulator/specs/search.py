@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from simulator.specs.checks import require, require_positive
+from simulator.specs.gradients import GradientCompression
 from simulator.specs.order import NodeOrder
 from simulator.specs.plan import Exchange, Recompute
-from simulator.specs.units import Dtype
+from simulator.specs.units import MIB, Dtype
 
 
 class BatchKind(StrEnum):
@@ -18,11 +19,15 @@ class BatchKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSpec:
-    """Bounds of the search; bf16 and cluster batches change what is learned and must be asked for.
+    """Bounds of the search; bf16, cluster batches and compressed gradients change what is learned: ask for them.
 
     Attributes:
         num_ranks: numbers of ranks to try; empty for every power of two up to the cluster, and the cluster.
         batches, exchanges, recomputes, precisions: choices to try.
+        gradient_bucket_bytes: sizes of buckets to try; without overlap the largest is taken, as its latency is least.
+        overlap_gradients: whether buckets are reduced beside the backward pass; empty for both on GPUs, and for false
+            on CPUs, whose cores would have to move the bytes too.
+        gradient_compressions: to try where there are several ranks.
         parts_per_replica: cluster batches cut the graph into this many parts for each replica.
         orders: of the nodes of a rank, to choose from by predicted gain; the only one is taken without a question.
         seed: of the partitioner.
@@ -33,13 +38,19 @@ class SearchSpec:
     exchanges: tuple[Exchange, ...] = (Exchange.HALO, Exchange.ALL_GATHER)
     recomputes: tuple[Recompute, ...] = (Recompute.NONE, Recompute.LAYER)
     precisions: tuple[Dtype, ...] = (Dtype.FLOAT32,)
+    gradient_bucket_bytes: tuple[int, ...] = (1 * MIB, 5 * MIB, 25 * MIB)
+    overlap_gradients: tuple[bool, ...] = ()
+    gradient_compressions: tuple[GradientCompression, ...] = (GradientCompression(),)
     parts_per_replica: int = 4
     orders: tuple[NodeOrder, ...] = tuple(NodeOrder)
     seed: int = 0
 
     def __post_init__(self) -> None:
         require_positive(parts_per_replica=self.parts_per_replica)
-        for field in ("batches", "exchanges", "recomputes", "precisions", "orders"):
+        for size in self.gradient_bucket_bytes:
+            require(size >= 4, "gradient_bucket_bytes", "must hold sizes of 4 bytes or more", size)
+        choices = ("batches", "exchanges", "recomputes", "precisions", "orders")
+        for field in (*choices, "gradient_bucket_bytes", "gradient_compressions"):
             require(len(getattr(self, field)) > 0, field, "must name at least one choice", getattr(self, field))
         for num_ranks in self.num_ranks:
             require(num_ranks >= 1, "num_ranks", "must hold numbers >= 1", num_ranks)

@@ -22,6 +22,7 @@ from simulator.readers.generators import materialise
 from simulator.readers.graphs import Graph, read_graph, write_store
 from simulator.readers.partitions import parts_sha256
 from simulator.specs.cluster import NVLINK4, ClusterSpec, DeviceKind, DeviceSpec
+from simulator.specs.gradients import CompressionKind, GradientCompression
 from simulator.specs.graph import CommunityGraph, GraphFile, GraphSpec
 from simulator.specs.model import EdgeBias, ModelSpec
 from simulator.specs.plan import Exchange, PartitionMethod, PartitionSpec, Plan, Recompute
@@ -31,6 +32,7 @@ from simulator.specs.units import GB, GIB, KIB, MIB, TERA, Dtype
 from simulator.workload import lower
 from tests.conformance.observe import ObservedStep, observe_step
 
+AS_THEY_ARE = GradientCompression()
 # No two counts of a shape are alike, so that none can stand for another.
 MODEL = ModelSpec(width=24, num_heads=3, num_layers=2, feed_forward_width=40)
 DROPOUT = dataclasses.replace(MODEL, dropout_ratio=0.3)
@@ -60,6 +62,8 @@ class Case:
     recompute: tuple[Recompute, ...] = (Recompute.NONE, Recompute.NONE)
     precision: Dtype = Dtype.FLOAT32
     gradient_bucket_bytes: int = 25 * MIB
+    overlap_gradients: bool = False
+    gradient_compression: GradientCompression = AS_THEY_ARE
     model: ModelSpec = MODEL
     is_sparse: bool = False
     has_empty_part: bool = False
@@ -68,6 +72,9 @@ class Case:
 
 HALO, GATHER = Exchange.HALO, Exchange.ALL_GATHER
 KEEP, AGAIN = Recompute.NONE, Recompute.LAYER
+IN_BF16 = GradientCompression(kind=CompressionKind.BF16)
+TOP_K = GradientCompression(kind=CompressionKind.TOP_K, kept_ratio=0.1)
+POWER_SGD = GradientCompression(kind=CompressionKind.POWER_SGD, matrix_rank=2)
 CASES = {
     "full graph": Case(),
     "dropout and encodings": Case(model=dataclasses.replace(ENCODED, dropout_ratio=0.3)),
@@ -96,6 +103,56 @@ CASES = {
     "cluster batches shared by two": Case(graph_parallel_degree=2, num_parts=6, exchange=(GATHER, HALO), step=2),
     "a rank without nodes": Case(
         graph_parallel_degree=2, exchange=(HALO, GATHER), recompute=(KEEP, AGAIN), has_empty_part=True
+    ),
+    "buckets beside the backward pass, everything": Case(
+        graph_parallel_degree=2,
+        exchange=(HALO, GATHER, HALO),
+        recompute=(AGAIN, AGAIN, KEEP),
+        model=EVERYTHING,
+        is_sparse=True,
+        gradient_bucket_bytes=4 * KIB,
+        overlap_gradients=True,
+    ),
+    "one bucket beside the backward pass, bf16": Case(
+        graph_parallel_degree=2, exchange=(HALO, HALO), precision=Dtype.BFLOAT16, overlap_gradients=True
+    ),
+    "buckets beside the backward pass, bf16, a rank without nodes": Case(
+        graph_parallel_degree=2,
+        exchange=(HALO, HALO),
+        precision=Dtype.BFLOAT16,
+        recompute=(KEEP, AGAIN),
+        has_empty_part=True,
+        gradient_bucket_bytes=4 * KIB,
+        overlap_gradients=True,
+    ),
+    "gradients in bf16": Case(
+        data_parallel_degree=2, num_parts=4, gradient_bucket_bytes=8 * KIB, gradient_compression=IN_BF16
+    ),
+    "top-k": Case(data_parallel_degree=2, num_parts=4, gradient_bucket_bytes=8 * KIB, gradient_compression=TOP_K),
+    "PowerSGD": Case(
+        data_parallel_degree=2, num_parts=4, gradient_bucket_bytes=8 * KIB, gradient_compression=POWER_SGD
+    ),
+    "gradients in bf16 beside the backward pass": Case(
+        graph_parallel_degree=2,
+        exchange=(HALO, HALO),
+        gradient_bucket_bytes=8 * KIB,
+        overlap_gradients=True,
+        gradient_compression=IN_BF16,
+    ),
+    "top-k beside the backward pass": Case(
+        graph_parallel_degree=2,
+        exchange=(GATHER, HALO),
+        recompute=(AGAIN, KEEP),
+        gradient_bucket_bytes=8 * KIB,
+        overlap_gradients=True,
+        gradient_compression=TOP_K,
+    ),
+    "PowerSGD beside the backward pass": Case(
+        graph_parallel_degree=2,
+        exchange=(HALO, GATHER),
+        gradient_bucket_bytes=8 * KIB,
+        overlap_gradients=True,
+        gradient_compression=POWER_SGD,
     ),
 }
 
@@ -194,6 +251,8 @@ def _plan(case: Case, graph: Graph, part_N: np.ndarray, num_parts: int) -> Plan:
         recompute=case.recompute,
         precision=case.precision,
         gradient_bucket_bytes=case.gradient_bucket_bytes,
+        overlap_gradients=case.overlap_gradients,
+        gradient_compression=case.gradient_compression,
     )
 
 

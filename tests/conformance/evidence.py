@@ -8,6 +8,13 @@ from simulator.specs.program import Phase, Task, TaskKind
 from simulator.specs.units import Dtype
 from tests.conformance.observe import Dims, ObservedTask, Operands, Operator
 
+_COMPRESSING = {
+    TaskKind.TOP_K_SELECT: "select_entries",
+    TaskKind.TOP_K_SUM: "sum_entries",
+    TaskKind.LOW_RANK_PROJECT: "project",
+    TaskKind.LOW_RANK_ORTHOGONALISE: "orthogonalise",
+    TaskKind.LOW_RANK_RESTORE: "restore",
+}
 TYPES = {Dtype.FLOAT32: "float", Dtype.BFLOAT16: "c10::BFloat16"}
 # Operators that cost much: a task runs no other of them than it must.
 GOVERNED = frozenset(
@@ -112,6 +119,8 @@ def _expected_operands(task: Task) -> tuple[Operands, ...]:
         return (Operands(function="mm", counts=(task.shape[1],)),)
     if task.kind is TaskKind.OPTIMIZER:
         return (Operands(function="_fused_adamw_", counts=task.shape),)
+    if task.kind in _COMPRESSING:
+        return (Operands(function=_COMPRESSING[task.kind], counts=task.shape),)
     if task.kind is TaskKind.ATTENTION and task.phase is not Phase.BACKWARD:
         return (Operands(function="edge_attention", counts=task.shape[3:5]),)
     return ()
@@ -157,6 +166,15 @@ def _expected_operators(task: Task) -> list[Expected] | list[ExpectedOperand]:
         case TaskKind.CLIP:
             elements = task.shape[:1]
             return [_aten("linalg_vector_norm", elements, dtype=task.dtype), _aten("mul_", elements, dtype=task.dtype)]
+        case TaskKind.GRADIENT_CAST:
+            return [_aten("copy_", task.shape, task.shape)]
+        case TaskKind.TOP_K_SELECT:
+            num_elements, kept = task.shape
+            return [Expected(names=("aten::topk",), dims=((num_elements,),), type="float", numbers=((1, str(kept)),))]
+        case TaskKind.LOW_RANK_ORTHOGONALISE:
+            return [_aten(name) for name in ("linalg_qr", "mm", "addmm") for _ in range(task.shape[1])]
+        case TaskKind.LOW_RANK_PROJECT | TaskKind.LOW_RANK_RESTORE:
+            return [_aten("mm") for _ in range(task.shape[1])]
         case TaskKind.OPTIMIZER:
             # The buffer of gradients holds the loss too.
             return [_aten("_fused_adamw_"), _aten("zero_", (task.shape[0] + 1,), dtype=task.dtype)]

@@ -20,15 +20,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+import executor.compression
 import executor.exchange
 import executor.operations
+import executor.reduction
 from executor.attention.graph import EdgeGraph
+from executor.compression import Factors
 from executor.record import kernel_times, profiled_events
 from executor.train import Trainer
 from simulator.specs.program import MAX_SHORT_EDGES
 
 TASK_PREFIX = "task/"
 _PROBE_PREFIX = "probe/"
+_OF_FACTORS = ("project", "orthogonalise", "restore")
 
 # Sizes of an operator's arguments: a tuple of counts for a tensor, of such tuples for a list of tensors.
 Dims: TypeAlias = tuple[Any, ...]
@@ -71,9 +75,9 @@ class Operands:
     """What the profiler does not tell of an operator's operands.
 
     Attributes:
-        function: "mm" with a sparse operand, "_fused_adamw_" or "edge_attention".
+        function: "mm" with a sparse operand, "_fused_adamw_", "edge_attention" or what compresses a bucket.
         counts: entries of the sparse operand; elements and tensors of the parameters; edges of long targets and edges
-            of long sources.
+            of long sources; the shape of a compression.
     """
 
     function: str
@@ -185,7 +189,7 @@ class _Ranges:
 
 
 def _tasks(ranges: _Ranges, inside: dict[int | None, list[Event]], probes: Sequence[Probe]) -> Iterator[ObservedTask]:
-    """Yield the tasks; a backward task that was interrupted by a layer's recomputation is one task."""
+    """Yield the tasks; a backward task that was interrupted, by a recomputation or a reduction, is one task."""
     for name, indices in _whole_tasks([event["name"].removeprefix(TASK_PREFIX) for event in ranges.events]):
         found = list(itertools.chain.from_iterable(inside[index] for index in indices))
         seen = [
@@ -202,21 +206,27 @@ def _tasks(ranges: _Ranges, inside: dict[int | None, list[Event]], probes: Seque
 
 
 def _whole_tasks(names: Sequence[str]) -> list[tuple[str, list[int]]]:
-    """Return the name of each task and the indices of its ranges, two if recomputed tasks came in between."""
+    """Return the name of each task and the indices of its ranges, several if others came in between."""
     found: list[tuple[str, list[int]]] = []
-    resumable: list[int] | None = None
+    current: list[int] | None = None
+    was_interrupted = False
     for index, name in enumerate(names):
-        if name.endswith(".recompute"):
-            if found and not found[-1][0].endswith(".recompute"):
-                resumable = found[-1][1]
+        if _interrupts(name):
             found.append((name, [index]))
-        elif resumable is not None and names[resumable[0]] == name:
-            resumable.append(index)
-            resumable = None
+            was_interrupted = True
+        elif was_interrupted and current is not None and names[current[0]] == name:
+            current.append(index)
+            was_interrupted = False
         else:
-            found.append((name, [index]))
-            resumable = None
+            current = [index]
+            found.append((name, current))
+            was_interrupted = False
     return found
+
+
+def _interrupts(name: str) -> bool:
+    """Return whether a task may run in the midst of another one."""
+    return name.endswith(".recompute") or name.startswith("gradients.")
 
 
 def _operators(events: Sequence[Event]) -> Iterator[Operator]:
@@ -279,15 +289,20 @@ def _probes() -> Iterator[list[Probe]]:
     """Look at each call of a collective and of what the profiler does not tell all; give the list that they fill."""
     found: list[Probe] = []
     with contextlib.ExitStack() as stack:
-        for module, name, look in (
+        looks: tuple[tuple[Any, str, Callable[..., Probe | None]], ...] = (
             (dist, "all_to_all_single", _all_to_all_call),
             (dist, "all_reduce", _all_reduce_call),
             (executor.exchange, "all_gather_single", functools.partial(_call_with_output, "all_gather")),
             (executor.exchange, "reduce_scatter_single", functools.partial(_call_with_output, "reduce_scatter")),
+            (executor.reduction, "all_gather_single", functools.partial(_call_with_output, "all_gather")),
+            (executor.compression, "select_entries", _selection),
+            (executor.compression, "sum_entries", _entries),
+            *((executor.compression, name, functools.partial(_factors, name)) for name in _OF_FACTORS),
             (torch, "mm", _sparse_operand),
             (torch, "_fused_adamw_", _parameters),
             (executor.operations, "edge_attention", _edges_of_long_rows),
-        ):
+        )
+        for module, name, look in looks:
             stack.enter_context(mock.patch.object(module, name, _probed(getattr(module, name), look, found)))
         yield found
 
@@ -340,6 +355,21 @@ def _sparse_operand(left: torch.Tensor, *_: Any, **__: Any) -> Operands | None:
 def _parameters(parameters: Sequence[torch.Tensor], *_: Any, **__: Any) -> Operands:
     elements = sum(parameter.numel() for parameter in parameters)
     return Operands(function="_fused_adamw_", counts=(elements, len(parameters)))
+
+
+def _selection(gradient: torch.Tensor, residual: torch.Tensor, message: torch.Tensor, num_kept: int) -> Operands:
+    del residual, message
+    return Operands(function="select_entries", counts=(gradient.numel(), num_kept))
+
+
+def _entries(gradient: torch.Tensor, messages: Sequence[torch.Tensor], num_kept: int) -> Operands:
+    return Operands(function="sum_entries", counts=(gradient.numel(), num_kept, len(messages)))
+
+
+def _factors(name: str, factors: Factors, *_: Any) -> Operands:
+    elements = sum(matrix.numel() for matrix in factors.matrices)
+    (matrix_rank,) = {right.shape[1] for right in factors.rights}
+    return Operands(function=name, counts=(elements, len(factors.rights), matrix_rank))
 
 
 def _edges_of_long_rows(*arguments: Any, **_: Any) -> Operands:

@@ -135,6 +135,25 @@ def test_conformance_counts_a_task_that_ran_twice_twice():
     assert names(observed_step(events, [], on_gpu=False)) == [("up", []), ("up", [])]
 
 
+def test_conformance_counts_a_task_that_a_reduction_interrupted_twice_once():
+    events = [
+        event("task/up.backward", 0, 10),
+        event("task/up.recompute", 11, 10),
+        event("task/up.backward", 22, 10),
+        event("task/gradients.bucket0", 33, 10),
+        event("aten::first", 34, 2, category="cpu_op"),
+        event("task/up.backward", 44, 10),
+        event("aten::second", 45, 2, category="cpu_op"),
+        event("task/up.backward", 55, 10),
+    ]
+    assert names(observed_step(events, [], on_gpu=False)) == [
+        ("up.backward", ["aten::second"]),
+        ("up.recompute", []),
+        ("gradients.bucket0", ["aten::first"]),
+        ("up.backward", []),
+    ]
+
+
 def test_conformance_takes_the_time_of_the_innermost_operators():
     events = [
         event("task/up", 0, 100),

@@ -9,6 +9,7 @@ import torch
 from executor.train import Inputs
 from simulator.readers.graphs import Graph
 from simulator.readers.orders import order_sha256
+from simulator.specs.gradients import CompressionKind, GradientCompression
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import EdgeBias, ModelSpec
 from simulator.specs.order import NodeOrder, OrderSpec
@@ -23,6 +24,9 @@ NUM_STEPS = 20
 MOST_RANKS = 4
 NONE, HALO, ALL_GATHER = Exchange
 KEEP, AGAIN = Recompute
+AS_THEY_ARE = GradientCompression()
+IN_BF16 = GradientCompression(kind=CompressionKind.BF16)
+ALL_ENTRIES = GradientCompression(kind=CompressionKind.TOP_K, kept_ratio=1.0)
 SMALL_BUCKETS = 1024  # bytes; the model's gradients fill about ten of them
 
 
@@ -49,6 +53,8 @@ class ParityCase:
     recompute: tuple[Recompute, Recompute] = (KEEP, KEEP)
     precision: Dtype = Dtype.FLOAT32
     gradient_bucket_bytes: int = 25 * MIB
+    overlap_gradients: bool = False
+    gradient_compression: GradientCompression = AS_THEY_ARE
     extras: bool = False
     ordered: bool = False
 
@@ -110,6 +116,8 @@ class ParityCase:
             recompute=self.recompute,
             precision=self.precision,
             gradient_bucket_bytes=self.gradient_bucket_bytes,
+            overlap_gradients=self.overlap_gradients,
+            gradient_compression=self.gradient_compression,
             order=self.order,
         )
 
@@ -254,6 +262,35 @@ def _several_ranks() -> dict[str, ParityCase]:
     }
 
 
+def _beside_the_backward_pass() -> dict[str, ParityCase]:
+    halo = ParityCase(
+        graph_parallel_degree=2, exchange=(HALO, HALO), overlap_gradients=True, gradient_bucket_bytes=SMALL_BUCKETS
+    )
+    both = replace(halo, data_parallel_degree=2, num_parts=5, exchange=(ALL_GATHER, HALO), extras=True)
+    return {
+        "2 graph ranks, buckets beside": halo,
+        "2 graph ranks, one bucket beside": replace(halo, gradient_bucket_bytes=25 * MIB),
+        "2 graph ranks, buckets beside, sparse, all extras": replace(
+            halo, graph_name="sparse", extras=True, recompute=(AGAIN, AGAIN), exchange=(HALO, ALL_GATHER)
+        ),
+        "3 graph ranks on two nodes, buckets beside": replace(
+            halo, graph_name="two nodes", cut="by node", graph_parallel_degree=3
+        ),
+        "3 replicas, buckets beside": ParityCase(
+            data_parallel_degree=3,
+            num_parts=7,
+            cut="lonely last",
+            extras=True,
+            recompute=(KEEP, AGAIN),
+            gradient_bucket_bytes=SMALL_BUCKETS,
+            overlap_gradients=True,
+        ),
+        "2 replicas of 2 graph ranks, buckets beside": replace(both, recompute=(AGAIN, KEEP)),
+        "2 graph ranks, all entries": replace(halo, overlap_gradients=False, gradient_compression=ALL_ENTRIES),
+        "2 replicas of 2 graph ranks, all entries beside": replace(both, gradient_compression=ALL_ENTRIES),
+    }
+
+
 def _bfloat16() -> dict[str, ParityCase]:
     half = Dtype.BFLOAT16
     return {
@@ -262,9 +299,52 @@ def _bfloat16() -> dict[str, ParityCase]:
             graph_parallel_degree=2, exchange=(HALO, ALL_GATHER), precision=half, recompute=(AGAIN, KEEP)
         ),
         "2 replicas, bf16": ParityCase(graph_name="sparse", data_parallel_degree=2, num_parts=5, precision=half),
+        "2 graph ranks, bf16, buckets beside": ParityCase(
+            graph_parallel_degree=2,
+            exchange=(HALO, ALL_GATHER),
+            precision=half,
+            recompute=(AGAIN, KEEP),
+            gradient_bucket_bytes=SMALL_BUCKETS,
+            overlap_gradients=True,
+        ),
+        "2 graph ranks, gradients in bf16": ParityCase(
+            graph_parallel_degree=2, exchange=(HALO, HALO), gradient_compression=IN_BF16
+        ),
+        "2 replicas of 2 graph ranks, gradients in bf16 beside": ParityCase(
+            data_parallel_degree=2,
+            graph_parallel_degree=2,
+            num_parts=5,
+            exchange=(HALO, ALL_GATHER),
+            extras=True,
+            gradient_bucket_bytes=SMALL_BUCKETS,
+            overlap_gradients=True,
+            gradient_compression=IN_BF16,
+        ),
     }
 
 
-EXACT_CASES = {**_one_rank(), **_several_ranks()}
+def _lossy() -> dict[str, ParityCase]:
+    """Return plans whose gradients lose what the next steps send."""
+    both = ParityCase(
+        data_parallel_degree=2,
+        graph_parallel_degree=2,
+        num_parts=4,
+        exchange=(HALO, ALL_GATHER),
+        gradient_bucket_bytes=SMALL_BUCKETS,
+        overlap_gradients=True,
+    )
+    top_k = GradientCompression(kind=CompressionKind.TOP_K, kept_ratio=0.2)
+    power_sgd = GradientCompression(kind=CompressionKind.POWER_SGD, matrix_rank=2)
+    return {
+        "2 replicas of 2 graph ranks, top-k beside": replace(both, gradient_compression=top_k),
+        "2 replicas of 2 graph ranks, PowerSGD beside": replace(both, gradient_compression=power_sgd),
+        "2 graph ranks, PowerSGD": ParityCase(
+            graph_parallel_degree=2, exchange=(HALO, HALO), gradient_compression=power_sgd
+        ),
+    }
+
+
+EXACT_CASES = {**_one_rank(), **_several_ranks(), **_beside_the_backward_pass()}
 ROUNDED_CASES = _bfloat16()
-CASES = {**EXACT_CASES, **ROUNDED_CASES}
+LOSSY_CASES = _lossy()
+CASES = {**EXACT_CASES, **ROUNDED_CASES, **LOSSY_CASES}

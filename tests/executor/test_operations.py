@@ -15,7 +15,7 @@ from executor import operations
 from executor.attention.graph import EdgeGraph
 from executor.compat import making_sparse_csr
 from executor.operations import DROPOUT, Operation, SparseFeatures
-from simulator.specs.program import SHAPE_FIELDS, TaskKind
+from simulator.specs.program import SHAPE_FIELDS, UPDATES, TaskKind
 
 ALL_OPERATIONS = [value for _, value in inspect.getmembers(operations) if isinstance(value, Operation)]
 
@@ -229,7 +229,7 @@ def test_the_shape_of_a_task_counts_what_its_kind_says(operation):
 
 
 def test_every_compute_task_of_the_model_has_one_operation():
-    # Packing and padding belong to the exchanges, clipping and the update to the trainer.
-    elsewhere = {TaskKind.HALO_PACK, TaskKind.PAD_ROWS, TaskKind.CLIP, TaskKind.OPTIMIZER}
+    # Packing and padding belong to the exchanges, clipping, the update and what compresses gradients to the trainer.
+    elsewhere = {TaskKind.HALO_PACK, TaskKind.PAD_ROWS} | UPDATES
     expected = {kind for kind in TaskKind if not kind.is_collective} - elsewhere
     assert sorted(operation.kind for operation in ALL_OPERATIONS) == sorted(expected)

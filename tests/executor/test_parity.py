@@ -12,7 +12,7 @@ from torch import Tensor
 from simulator.constraints import violations
 from simulator.specs.cluster import BUILT_IN_CLUSTERS
 from tests.executor.dense_reference import Parameters, ReferenceRun, accuracy_ratios, train_reference
-from tests.executor.parity_cases import CASES, EXACT_CASES, NUM_STEPS, ROUNDED_CASES, ParityCase
+from tests.executor.parity_cases import CASES, EXACT_CASES, LOSSY_CASES, NUM_STEPS, ROUNDED_CASES, ParityCase
 from tests.executor.parity_ranks import RankResult, result_of, run_parity_cases
 
 pytestmark = pytest.mark.dist
@@ -64,6 +64,17 @@ def test_parity_in_bf16(name, parity_folder):
     found, expected = result_of(parity_folder, name, 0), reference_of(ROUNDED_CASES[name])
     assert found.losses[:3] == pytest.approx(expected.losses[:3], rel=ROUNDED)
     assert gradient_error(found, expected) < ROUNDED
+
+
+@pytest.mark.parametrize("name", LOSSY_CASES)
+def test_plans_with_compressed_gradients_begin_alike_and_learn(name, parity_folder):
+    found, expected = result_of(parity_folder, name, 0), reference_of(LOSSY_CASES[name])
+    assert found.losses[0] == pytest.approx(expected.losses[0], rel=EXACT)
+    assert found.losses[1:] != pytest.approx(expected.losses[1:], rel=EXACT)
+    # Of what the loss falls in as many steps, at least two thirds.
+    assert np.mean(found.losses[-4:]) < np.mean(expected.losses[:4]) - 0.66 * (
+        np.mean(expected.losses[:4]) - np.mean(expected.losses[-4:])
+    )
 
 
 @pytest.mark.parametrize("name", EXACT_CASES)

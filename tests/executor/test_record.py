@@ -149,6 +149,22 @@ def test_each_start_forgets_the_marks_before_it():
         assert [mark.name for mark in recorder.stop()] == [f"prefix.{name}"]
 
 
+def test_a_task_that_was_interrupted_goes_on_and_lasts_as_long_as_without_the_interruption(monkeypatch):
+    instants = iter([0.0, 10.0, 11.0, 13.0, 14.0, 20.0])
+    monkeypatch.setattr("executor.record.time.perf_counter", lambda: next(instants))
+    recorder = Recorder()
+    recorder.start()
+    # The long one begins at 0, is interrupted from 10 to 14 by a task from 11 to 13, and ends at 20.
+    with (
+        recorder.task("long", TaskKind.GELU, Phase.FORWARD, (1, 1)),
+        recorder.interrupting(),
+        recorder.task("short", TaskKind.CLIP, Phase.UPDATE, (1, 1)),
+    ):
+        pass
+    marks = {mark.name: (mark.start_seconds, mark.end_seconds) for mark in recorder.stop()}
+    assert marks == {"short": (11.0, 13.0), "long": (0.0, 16.0)}
+
+
 def test_recording_does_not_change_the_numbers():
     def losses(is_on: bool) -> list[float]:
         trainer = CASES["awkward, full, layer and layer"].trainer()

@@ -51,7 +51,7 @@ def test_a_plan_in_words(plan, words):
     assert description(plan) == words
 
 
-def span(rank: int, kind: TaskKind, seconds: float, *, waiting_seconds: float = 0.0) -> Span:
+def span(rank: int, kind: TaskKind, start_seconds: float, seconds: float, *, waiting_seconds: float = 0.0) -> Span:
     return Span(
         rank=rank,
         step=0,
@@ -60,7 +60,7 @@ def span(rank: int, kind: TaskKind, seconds: float, *, waiting_seconds: float = 
         kind=kind,
         phase=Phase.FORWARD,
         shape=(),
-        start_seconds=0.0,
+        start_seconds=start_seconds,
         duration_seconds=seconds,
         waiting_seconds=waiting_seconds,
     )
@@ -70,11 +70,11 @@ def test_a_breakdown_by_hand():
     # Two ranks: one computes 3 s and waits for nobody, one computes 1 s and waits 2 s; the collective takes 1 s, and
     # half a second of the step has no task.
     spans = (
-        span(0, TaskKind.LINEAR, 2.0),
-        span(0, TaskKind.GELU, 1.0),
-        span(0, TaskKind.ALL_REDUCE, 1.0),
-        span(1, TaskKind.LINEAR, 1.0),
-        span(1, TaskKind.ALL_REDUCE, 3.0, waiting_seconds=2.0),
+        span(0, TaskKind.LINEAR, 0.0, 2.0),
+        span(0, TaskKind.GELU, 2.0, 1.0),
+        span(0, TaskKind.ALL_REDUCE, 3.0, 1.0),
+        span(1, TaskKind.LINEAR, 0.0, 1.0),
+        span(1, TaskKind.ALL_REDUCE, 1.0, 3.0, waiting_seconds=2.0),
     )
     trace = Trace(
         origin=TraceOrigin.SIMULATED,
@@ -89,6 +89,28 @@ def test_a_breakdown_by_hand():
     # 8 parts, two a step: four steps an epoch.
     clusters = breakdown(made_plan(parts(8), data_parallel_degree=2, graph_parallel_degree=1), trace)
     assert clusters == Breakdown(compute_seconds=8.0, communication_seconds=4.0, waiting_seconds=4.0, idle_seconds=2.0)
+
+
+def test_a_breakdown_leaves_out_what_is_hidden_behind_computing():
+    # Of a collective from 1 s to 4 s that waits one second, the last half second is not beside computing; nor is half
+    # a second of waiting in another one.
+    spans = (
+        span(0, TaskKind.LINEAR, 0.0, 3.5),
+        span(0, TaskKind.ALL_REDUCE, 1.0, 3.0, waiting_seconds=1.0),
+        span(0, TaskKind.CLIP, 4.5, 0.5),
+        span(0, TaskKind.ALL_TO_ALL, 4.75, 1.0, waiting_seconds=0.75),
+    )
+    trace = Trace(
+        origin=TraceOrigin.SIMULATED,
+        num_ranks=1,
+        spans=spans,
+        step_seconds=(6.0,),
+        traced_step_seconds=(6.0,),
+        peak_memory_bytes=(0,),
+    )
+    assert breakdown(made_plan(parts(1)), trace) == Breakdown(
+        compute_seconds=4.0, communication_seconds=0.75, waiting_seconds=0.5, idle_seconds=0.75
+    )
 
 
 BEST = Breakdown(compute_seconds=10.0, communication_seconds=2.0, waiting_seconds=1.0, idle_seconds=0.5)

@@ -7,9 +7,11 @@ from hypothesis import strategies as st
 
 from planner.space import candidates, rank_counts
 from simulator.constraints import violations
+from simulator.specs.cluster import DeviceKind
+from simulator.specs.gradients import CompressionKind, GradientCompression
 from simulator.specs.plan import Exchange, PartitionSpec, Plan, Recompute
 from simulator.specs.search import BatchKind, SearchSpec
-from simulator.specs.units import Dtype
+from simulator.specs.units import MIB, Dtype
 from tests.made import equal_parts, graph_of, made_cluster, made_model
 
 FULL, CLUSTERS = BatchKind.FULL_GRAPH, BatchKind.CLUSTERS
@@ -20,9 +22,13 @@ def cut(num_parts: int) -> PartitionSpec:
     return equal_parts(num_parts, num_nodes=5040, num_edges=5040**2)
 
 
-def plans_of(devices: int = 4, **fields: Any) -> list[Plan]:
+def plans_of(devices: int = 4, *, kind: DeviceKind = DeviceKind.CPU, **fields: Any) -> list[Plan]:
     """Return the candidates on so many devices."""
-    return list(candidates(made_model(), made_cluster(devices_per_host=devices), SearchSpec(**fields), cut))
+    return list(
+        candidates(
+            graph_of(cut(1)), made_model(), made_cluster(devices_per_host=devices, kind=kind), SearchSpec(**fields), cut
+        )
+    )
 
 
 def meshes(plans: list[Plan]) -> list[tuple[int, int, int]]:
@@ -94,6 +100,34 @@ def test_one_rank_exchanges_nothing_whatever_exchanges_are_allowed():
     assert [plan.exchange for plan in plans] == [(Exchange.NONE,) * 2] * 2
 
 
+def reductions(plans: list[Plan]) -> list[tuple[int, bool, GradientCompression]]:
+    """Return size of the buckets, overlap and compression of each plan."""
+    return [(plan.gradient_bucket_bytes, plan.overlap_gradients, plan.gradient_compression) for plan in plans]
+
+
+def test_buckets_and_overlap_on_gpus_by_hand():
+    # From 1 MiB on all gradients lie in one bucket, which gains nothing by overlap; of equal cuts one is tried.
+    none, fields = GradientCompression(), {"num_ranks": (2,), **ONE_CHOICE}
+    kind = DeviceKind.CUDA
+    assert reductions(plans_of(kind=kind, **fields)) == [(25 * MIB, False, none)]
+    sizes = (2048, 8192, 1 * MIB, 5 * MIB)
+    assert reductions(plans_of(kind=kind, gradient_bucket_bytes=sizes, **fields)) == [
+        (5 * MIB, False, none),
+        (8192, True, none),
+        (2048, True, none),
+    ]
+    # Cores would have to move the bytes themselves; who wants it may ask.
+    assert reductions(plans_of(gradient_bucket_bytes=sizes, **fields)) == [(5 * MIB, False, none)]
+    asked = plans_of(gradient_bucket_bytes=sizes, overlap_gradients=(True,), **fields)
+    assert reductions(asked) == [(5 * MIB, True, none), (8192, True, none), (2048, True, none)]
+
+
+def test_compressions_that_were_asked_for_are_tried_where_there_are_several_ranks():
+    none, half = GradientCompression(), GradientCompression(kind=CompressionKind.BF16)
+    plans = plans_of(devices=2, gradient_compressions=(none, half), **ONE_CHOICE)
+    assert [(plan.num_ranks, plan.gradient_compression) for plan in plans] == [(1, none), (2, none), (2, half)]
+
+
 def test_candidates_on_fewer_ranks_come_first():
     ranks = [plan.num_ranks for plan in plans_of(devices=8, batches=(FULL, CLUSTERS))]
     assert ranks == sorted(ranks)
@@ -107,7 +141,7 @@ def test_only_cuts_that_are_needed_are_made():
         return cut(num_parts)
 
     search = SearchSpec(num_ranks=(2, 4), batches=(FULL, CLUSTERS), parts_per_replica=2)
-    found = candidates(made_model(), made_cluster(), search, noted_cut)
+    found = candidates(graph_of(cut(1)), made_model(), made_cluster(), search, noted_cut)
     next(found)
     assert asked == [2]
     list(found)
@@ -124,7 +158,7 @@ searches = st.builds(
 @given(search=searches, devices=st.integers(1, 8))
 def test_every_candidate_that_fits_the_cluster_is_legal(search, devices):
     cluster, model = made_cluster(devices_per_host=devices), made_model()
-    for plan in candidates(model, cluster, search, cut):
+    for plan in candidates(graph_of(cut(1)), model, cluster, search, cut):
         assert violations(plan, graph_of(plan.partition), model, cluster) == []
 
 
@@ -140,6 +174,9 @@ def test_every_candidate_that_fits_the_cluster_is_legal(search, devices):
         {"recomputes": (Recompute.LAYER,)},
         {"precisions": (Dtype.BFLOAT16,)},
         {"batches": (CLUSTERS,), "parts_per_replica": 5},
+        {"gradient_bucket_bytes": (MIB,)},
+        {"overlap_gradients": (True,)},
+        {"gradient_compressions": (GradientCompression(kind=CompressionKind.BF16),)},
     ],
     ids=str,
 )

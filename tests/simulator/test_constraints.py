@@ -4,6 +4,7 @@ import pytest
 
 from simulator.constraints import step_mode_of, training_violations, violations
 from simulator.specs.cluster import DeviceKind
+from simulator.specs.gradients import CompressionKind, GradientCompression
 from simulator.specs.plan import Exchange, Plan, Recompute, StepMode
 from simulator.specs.train import TrainSpec
 from tests.made import equal_parts, graph_of, made_cluster, made_model, made_plan
@@ -110,6 +111,44 @@ def test_only_full_graph_steps_of_one_gpu_are_replayed():
 def test_steps_are_replayed_wherever_they_may_be(kind, num_ranks, is_full_graph):
     mode = step_mode_of(num_ranks=num_ranks, is_full_graph=is_full_graph, cluster=made_cluster(kind=kind))
     assert (mode is StepMode.CUDA_GRAPH) == (kind is DeviceKind.CUDA and num_ranks == 1 and is_full_graph)
+
+
+TOP_K = GradientCompression(kind=CompressionKind.TOP_K, kept_ratio=0.1)
+
+
+def test_a_single_rank_has_no_gradients_to_reduce():
+    alone = made_plan(FOUR, graph_parallel_degree=1, parts_per_batch=4)
+    assert reasons(dataclasses.replace(alone, overlap_gradients=True)) == [
+        "overlap_gradients must be false when plan.num_ranks=1: a single rank reduces nothing"
+    ]
+    assert reasons(dataclasses.replace(alone, gradient_compression=TOP_K)) == [
+        "gradient_compression must be none when plan.num_ranks=1, got top-k of 10 %: a single rank sends nothing"
+    ]
+    assert reasons(made_plan(FOUR, overlap_gradients=True, gradient_compression=TOP_K)) == []
+
+
+def test_replayed_steps_have_no_overlap_since_their_weights_are_cast_at_once():
+    gpus = made_cluster(devices_per_host=4, kind=DeviceKind.CUDA)
+    plan = made_plan(FOUR, step_mode=StepMode.CUDA_GRAPH, overlap_gradients=True)
+    assert reasons(plan, cluster=gpus)[-1] == (
+        "overlap_gradients must be false when step_mode is cuda_graph: there all weights are cast at once, so that all "
+        "their gradients come at once"
+    )
+
+
+def test_factors_must_make_a_parameter_smaller():
+    # The largest matrices are 48 x 16 and 32 x 16: factors of 11 columns have 704 numbers, of 12 columns 768.
+    narrow, wide = (GradientCompression(kind=CompressionKind.POWER_SGD, matrix_rank=rank) for rank in (11, 12))
+    assert reasons(made_plan(FOUR, gradient_compression=narrow)) == []
+    (reason,) = reasons(made_plan(FOUR, gradient_compression=wide))
+    assert reason.startswith("gradient_compression.matrix_rank must make the factors of some parameter smaller")
+    assert "got 12: lower it" in reason
+
+
+def test_indices_of_top_k_fit_into_32_bits():
+    huge = made_model(width=2**16, num_heads=4, feed_forward_width=2**16)
+    (reason,) = reasons(made_plan(FOUR, gradient_compression=TOP_K), model=huge)
+    assert reason.startswith("gradient_bucket_bytes must give buckets of at most 2147483647 numbers with top_k")
 
 
 def test_dense_parts_are_compiled_for_full_graphs_on_gpus():

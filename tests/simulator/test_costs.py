@@ -172,6 +172,8 @@ def test_inside_the_measured_rows_costs_of_any_growing_law_hardly_fall(law, kind
 def test_costs_are_positive_and_finite_for_every_shape(kind, data):
     phase = data.draw(st.sampled_from(phases_of(kind)))
     shape = data.draw(st.tuples(*[st.integers(0, 10**7)] * len(SHAPE_FIELDS[kind])))
+    if kind is TaskKind.ATTENTION:  # edges of long rows are among the edges
+        shape = (*shape[:3], min(shape[3], shape[2]), min(shape[4], shape[2]), *shape[5:])
     assert 0 < seconds_of(MADE, kind, shape, phase) < float("inf")
 
 

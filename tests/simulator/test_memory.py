@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from simulator.memory import RankMemory, misfit, peak_memory, total_bytes
 from simulator.specs.cluster import DeviceKind
+from simulator.specs.gradients import CompressionKind, GradientCompression
 from simulator.specs.model import EdgeBias, ModelSpec
 from simulator.specs.plan import Exchange, PartitionSpec, Plan, Recompute
 from simulator.specs.units import GIB, Dtype
@@ -82,6 +83,19 @@ def test_a_gpu_holds_what_a_cpu_does_and_its_context_and_what_rounding_took_from
     rest = 2 * 1000 * 16 if precision is Dtype.BFLOAT16 else 0
     assert on_gpu.pop("activations") - on_cpu.pop("activations") == rest
     assert on_gpu == on_cpu
+
+
+def test_compressed_gradients_take_what_they_keep_and_what_passes_beside_the_backward_pass():
+    plan = made_plan(equal_parts(4, num_nodes=4000, num_edges=16_000, halo_rows=50), overlap_gradients=True)
+    assert "gradient compression" not in memory_of(plan)[0]
+    elements = num_parameters(graph_of(plan.partition), made_model())
+    half = dataclasses.replace(plan, gradient_compression=GradientCompression(kind=CompressionKind.BF16))
+    assert memory_of(half)[0]["gradient compression"] == 2 * elements
+    # Behind the backward pass its activations are free again, and there are more of them.
+    assert "gradient compression" not in memory_of(dataclasses.replace(half, overlap_gradients=False))[0]
+    how = GradientCompression(kind=CompressionKind.TOP_K, kept_ratio=0.1)
+    top_k = dataclasses.replace(plan, gradient_compression=how, overlap_gradients=False)
+    assert memory_of(top_k)[0]["gradient compression"] == 4 * elements
 
 
 def test_attention_keeps_nothing_of_edges_times_width():

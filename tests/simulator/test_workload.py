@@ -9,14 +9,15 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from simulator.costs import task_flops
+from simulator.gradients import gradient_buckets
 from simulator.specs.cluster import DeviceKind
+from simulator.specs.gradients import GradientCompression
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import EdgeBias, ModelSpec
 from simulator.specs.plan import Exchange, Plan, Recompute, batch_parts
 from simulator.specs.program import SHAPE_FIELDS, Phase, Stream, Task, TaskKind, task_name
 from simulator.specs.units import Dtype
 from simulator.workload import (
-    gradient_buckets,
     lower,
     num_input_columns,
     num_parameters,
@@ -303,13 +304,17 @@ def test_every_program_is_well_formed(drawn, cluster):
             assert all(count >= 0 for count in task.shape)
             if task.kind is not TaskKind.ALL_TO_ALL:
                 assert len(task.shape) == len(SHAPE_FIELDS[task.kind])
-            # Each change of stream waits for the task before it, so that tasks run in the order of the program.
-            previous = tasks[index - 1].stream if index else task.stream
-            assert task.waits_for == ((index - 1,) if task.stream is not previous else ())
-            assert task.stream is (Stream.COMMUNICATION if task.kind.is_collective else Stream.COMPUTE)
+            is_beside = plan.overlap_gradients and task.kind.is_collective and task.phase is Phase.UPDATE
+            # Each change of stream waits for the task before it, so that tasks run in the order of the program; but no
+            # task waits for what goes on beside it, unless it takes the result.
+            in_turn = [earlier for earlier in range(index) if tasks[earlier].stream is not Stream.GRADIENTS]
+            waited = [earlier for earlier in task.waits_for if tasks[earlier].stream is not Stream.GRADIENTS]
+            assert waited == [earlier for earlier in in_turn[-1:] if tasks[earlier].stream is not task.stream]
+            in_order = Stream.COMMUNICATION if task.kind.is_collective else Stream.COMPUTE
+            assert task.stream is (Stream.GRADIENTS if is_beside else in_order)
             assert (rank in task.group) == task.kind.is_collective
-            # CPUs run a task while the host thread waits.
-            assert task.blocks_host == (cluster is CPU)
+            # CPUs run a task while the host thread waits, but for what goes on beside it.
+            assert task.blocks_host == (cluster is CPU and not is_beside)
 
 
 @given(plans_and_models(), st.integers(0, 20))
@@ -444,6 +449,7 @@ def test_gradient_buckets_take_every_parameter_once_and_as_many_as_fit(sizes, bu
 @given(plans_and_models())
 def test_all_reduces_carry_every_parameter_and_the_loss(drawn):
     plan, model = drawn
+    plan = dataclasses.replace(plan, gradient_compression=GradientCompression())
     graph = graph_of(plan.partition)
     for rank in tasks_of(plan, model, graph):
         reduced = [task for task in rank if task.kind is TaskKind.ALL_REDUCE]

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simulator.errors import SpecError
+from simulator.specs.gradients import CompressionKind, GradientCompression
 from simulator.specs.plan import Exchange, PartitionMethod, PartitionSpec, Plan, Recompute, batch_parts
 from simulator.specs.units import Dtype
 from tests.made import made_part
@@ -101,3 +102,31 @@ def test_a_plan_out_of_range_is_refused(field, value, rule):
 def test_a_part_that_counts_other_numbers_of_parts_is_refused():
     with pytest.raises(SpecError, match="edges_from must have 1 entries, got 2"):
         replace(PARTITION, parts=PARTITION.parts[:1])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"kind": CompressionKind.TOP_K}, "kept_ratio must be > 0 and <= 1 for top_k, got 0.0"),
+        ({"kind": CompressionKind.TOP_K, "kept_ratio": 1.5}, "kept_ratio must be > 0 and <= 1 for top_k, got 1.5"),
+        ({"kind": CompressionKind.BF16, "kept_ratio": 0.1}, "kept_ratio must be 0 for bf16: it is for top_k, got 0.1"),
+        ({"kind": CompressionKind.POWER_SGD}, "matrix_rank must be >= 1 for power_sgd, got 0"),
+        ({"matrix_rank": 2}, "matrix_rank must be 0 for none: it is for power_sgd, got 2"),
+    ],
+)
+def test_a_compression_with_a_setting_of_another_kind_or_without_its_own_is_refused(fields, message):
+    with pytest.raises(SpecError) as caught:
+        GradientCompression(**fields)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (GradientCompression(), "none"),
+        (GradientCompression(kind=CompressionKind.TOP_K, kept_ratio=0.01), "top-k of 1 %"),
+        (GradientCompression(kind=CompressionKind.POWER_SGD, matrix_rank=4), "PowerSGD of rank 4"),
+    ],
+)
+def test_a_compression_in_words(how, words):
+    assert str(how) == words
