@@ -32,7 +32,12 @@ _FOREIGN_RANGES = ("ProfilerStep", "nccl:", "Optimizer.")
 
 @dataclass(slots=True, kw_only=True)
 class Mark:
-    """A task under way or done; instants by the host's monotonic clock."""
+    """A task under way or done; instants by the host's monotonic clock.
+
+    Attributes:
+        is_followed: a collective that goes on after its call: it ends with its work, not with the call.
+        done_seconds: when that work told its end; 0 before, and where it tells none.
+    """
 
     name: str
     kind: TaskKind
@@ -43,6 +48,8 @@ class Mark:
     start_seconds: float = 0.0
     end_seconds: float = 0.0
     annotation: Any = None
+    is_followed: bool = False
+    done_seconds: float = 0.0
 
 
 class Recorder:
@@ -90,20 +97,53 @@ class Recorder:
 
     @contextlib.contextmanager
     def task(
-        self, name: str, kind: TaskKind, phase: Phase, shape: tuple[int, ...], group: tuple[int, ...] = ()
-    ) -> Iterator[None]:
+        self,
+        name: str,
+        kind: TaskKind,
+        phase: Phase,
+        shape: tuple[int, ...],
+        group: tuple[int, ...] = (),
+        dtype: Dtype | None = None,
+    ) -> Iterator[Mark | None]:
         """Mark what runs inside as a task; inside the backward pass the task lasts until the next one begins.
 
         Args:
             group: ranks of a collective.
+            dtype: number format of what it works on, if not that of activations.
+
+        Yields:
+            The mark, for `follow`; None while nothing is marked.
         """
         if not self.is_on:
-            yield
+            yield None
             return
-        self._begin(name, kind, phase, shape, group)
-        yield
+        mark = self._begin(name, kind, phase, shape, group, dtype)
+        yield mark
         if phase is not Phase.BACKWARD:
             self._close()
+
+    def pause(self) -> None:
+        """End the task under way; what runs until the next one begins, such as waiting for others, has no name."""
+        if self.is_on:
+            self._close()
+
+    def follow(self, mark: Mark | None, work: dist.Work) -> None:
+        """Let a collective's mark last until its work is done, as far as the work tells, else until `waited`."""
+        if mark is None:
+            return
+        mark.is_followed = True
+
+        def note(_: object) -> None:
+            mark.done_seconds = time.perf_counter()
+
+        # gloo tells the end of all but a reduce-scatter.
+        with contextlib.suppress(RuntimeError):
+            work.get_future().then(note)  # type: ignore[no-untyped-call]
+
+    def waited(self, mark: Mark | None) -> None:
+        """End the mark of a collective whose work is done."""
+        if mark is not None and mark.is_followed:
+            mark.end_seconds = max(mark.done_seconds or time.perf_counter(), mark.start_seconds)
 
     @contextlib.contextmanager
     def recomputing(self) -> Iterator[None]:
@@ -132,12 +172,20 @@ class Recorder:
         tensor.grad_fn.register_prehook(begin)
 
     def _begin(
-        self, name: str, kind: TaskKind, phase: Phase, shape: tuple[int, ...], group: tuple[int, ...] = ()
-    ) -> None:
+        self,
+        name: str,
+        kind: TaskKind,
+        phase: Phase,
+        shape: tuple[int, ...],
+        group: tuple[int, ...] = (),
+        dtype: Dtype | None = None,
+    ) -> Mark:
         self._close()
-        dtype = Dtype.FLOAT32 if phase is Phase.UPDATE else self.precision
+        dtype = dtype or (Dtype.FLOAT32 if phase is Phase.UPDATE else self.precision)
         full_name = self._prefix + task_name(name, phase)
-        self._enter(Mark(name=full_name, kind=kind, phase=phase, shape=shape, dtype=dtype, group=group))
+        mark = Mark(name=full_name, kind=kind, phase=phase, shape=shape, dtype=dtype, group=group)
+        self._enter(mark)
+        return mark
 
     def _enter(self, mark: Mark) -> None:
         self._open = mark

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from simulator.specs.decision import PlanFile
 from simulator.specs.order import NodeOrder
-from simulator.specs.plan import Exchange, Plan, Recompute
+from simulator.specs.plan import Exchange, ExchangePayload, Plan, Recompute
 from simulator.specs.trace import Trace
 from simulator.specs.units import Dimension, format_quantity
 
@@ -36,8 +36,7 @@ class Breakdown:
 def description(plan: Plan) -> str:
     """Return the choices of a plan in words, such as "4 ranks: full graph on 4 (halo), fp32"."""
     ranks = f"{plan.num_ranks} rank{'s' if plan.num_ranks > 1 else ''}"
-    exchanges = "/".join(Counter(exchange.value for exchange in plan.exchange if exchange is not Exchange.NONE))
-    group = f" on {plan.graph_parallel_degree} ({exchanges})" if plan.graph_parallel_degree > 1 else ""
+    group = f" on {plan.graph_parallel_degree} ({exchange_words(plan)})" if plan.graph_parallel_degree > 1 else ""
     if plan.is_full_graph:
         batch = f"full graph{group}"
     else:
@@ -45,6 +44,20 @@ def description(plan: Plan) -> str:
     again = sum(recompute is Recompute.LAYER for recompute in plan.recompute)
     recompute = f", {again} of {len(plan.recompute)} layers recomputed" if again else ""
     return f"{ranks}: {batch}, {plan.precision.value}{recompute}"
+
+
+def exchange_words(plan: Plan) -> str:
+    """Return how the ranks of a graph group exchange, such as "halo of rows, overlapped, in bf16"."""
+    words = "/".join(Counter(exchange.value for exchange in plan.exchange if exchange is not Exchange.NONE))
+    if plan.exchange_payload is ExchangePayload.ROWS:
+        words += " of rows"
+    if plan.overlap_exchange:
+        words += ", overlapped"
+    if plan.exchange_precision is not None:
+        words += f", in {plan.exchange_precision}"
+    if plan.exchange_chunk_bytes is not None:
+        words += f", at most {format_quantity(plan.exchange_chunk_bytes, Dimension.BYTES)} a message"
+    return words
 
 
 def breakdown(plan: Plan, trace: Trace) -> Breakdown:

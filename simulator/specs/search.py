@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from simulator.specs.checks import require, require_positive
+from simulator.specs.checks import require, require_at_least, require_positive
 from simulator.specs.order import NodeOrder
-from simulator.specs.plan import Exchange, Recompute
+from simulator.specs.plan import Exchange, ExchangePayload, Recompute
 from simulator.specs.units import Dtype
 
 
@@ -18,11 +18,14 @@ class BatchKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSpec:
-    """Bounds of the search; bf16 and cluster batches change what is learned and must be asked for.
+    """Bounds of the search; bf16 (of exchanges too) and cluster batches change what is learned and must be asked for.
 
     Attributes:
         num_ranks: numbers of ranks to try; empty for every power of two up to the cluster, and the cluster.
         batches, exchanges, recomputes, precisions: choices to try.
+        exchange_overlaps, exchange_payloads: choices to try where rows of others travel.
+        exchange_precisions: number formats to try of what travels, beside that of the plan; skipped where not shorter.
+        exchange_chunk_bytes: bound of one message to try beside none, for plans whose buffers would not fit; 0 for none.
         parts_per_replica: cluster batches cut the graph into this many parts for each replica.
         orders: of the nodes of a rank, to choose from by predicted gain; the only one is taken without a question.
         seed: of the partitioner.
@@ -30,16 +33,22 @@ class SearchSpec:
 
     num_ranks: tuple[int, ...] = ()
     batches: tuple[BatchKind, ...] = (BatchKind.FULL_GRAPH,)
-    exchanges: tuple[Exchange, ...] = (Exchange.HALO, Exchange.ALL_GATHER)
+    exchanges: tuple[Exchange, ...] = (Exchange.HALO, Exchange.ALL_GATHER, Exchange.HEAD_ALL_TO_ALL)
     recomputes: tuple[Recompute, ...] = (Recompute.NONE, Recompute.LAYER)
     precisions: tuple[Dtype, ...] = (Dtype.FLOAT32,)
+    exchange_overlaps: tuple[bool, ...] = (False, True)
+    exchange_payloads: tuple[ExchangePayload, ...] = tuple(ExchangePayload)
+    exchange_precisions: tuple[Dtype, ...] = ()
+    exchange_chunk_bytes: int = 0
     parts_per_replica: int = 4
     orders: tuple[NodeOrder, ...] = tuple(NodeOrder)
     seed: int = 0
 
     def __post_init__(self) -> None:
         require_positive(parts_per_replica=self.parts_per_replica)
-        for field in ("batches", "exchanges", "recomputes", "precisions", "orders"):
+        require_at_least(0, exchange_chunk_bytes=self.exchange_chunk_bytes)
+        choices = ("batches", "exchanges", "recomputes", "precisions", "orders", "exchange_overlaps", "exchange_payloads")
+        for field in choices:
             require(len(getattr(self, field)) > 0, field, "must name at least one choice", getattr(self, field))
         for num_ranks in self.num_ranks:
             require(num_ranks >= 1, "num_ranks", "must hold numbers >= 1", num_ranks)

@@ -30,12 +30,12 @@ def parity_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reference_of(case: ParityCase) -> ReferenceRun:
     """Return how one process trains; cases that differ in how the work is spread share it."""
     blocks = tuple(case.blocks(step).tobytes() for step in range(NUM_STEPS))
-    return _cached_reference(case.graph_name, case.extras, blocks)
+    return _cached_reference(case.graph_name, case.extras, case.num_heads, blocks)
 
 
 @functools.cache
-def _cached_reference(graph_name: str, extras: bool, blocks: tuple[bytes, ...]) -> ReferenceRun:
-    case = ParityCase(graph_name=graph_name, extras=extras)
+def _cached_reference(graph_name: str, extras: bool, num_heads: int, blocks: tuple[bytes, ...]) -> ReferenceRun:
+    case = ParityCase(graph_name=graph_name, extras=extras, num_heads=num_heads)
     return train_reference(case.problem, case.initial, [np.frombuffer(block, np.int64) for block in blocks])
 
 
