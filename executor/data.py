@@ -1,7 +1,7 @@
 """This rank's part of the graph, with its halo, as tensors; encodings; PyG graphs to a store."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np

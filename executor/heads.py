@@ -1,8 +1,8 @@
 """Exchange of heads: nodes to heads and back, so that each rank attends with its heads over the group's whole topology.
 
-A rank sends to each other one the queries, keys and values of its own rows for the heads of that rank, as one message,
-and gets its heads' for the rows of all; the outputs travel the other way. Heads need not divide by ranks; a rank without
-heads sends its rows' and receives nothing.
+A rank sends to each other one the queries, keys and values of its own rows for the heads of that rank, as one
+message, and gets its heads' for the rows of all; the outputs travel the other way. Heads need not divide by ranks; a
+rank without heads sends its rows' and receives nothing.
 """
 
 from collections.abc import Iterator, Sequence
@@ -118,9 +118,7 @@ class HeadExchange:
 
     def new_heads(self, rows_NC: Tensor, kinds: int) -> Tensor:
         """Return room for own heads of all rows, in the number format of messages."""
-        return rows_NC.new_empty(
-            self.num_group_rows, kinds * self.num_own_heads * self.head_size, dtype=self.wire
-        )
+        return rows_NC.new_empty(self.num_group_rows, kinds * self.num_own_heads * self.head_size, dtype=self.wire)
 
     def converted(self, task: str, rows_GC: Tensor, dtype: torch.dtype, phase: Phase) -> Tensor:
         """Return rows in another number format, as a task of its own."""

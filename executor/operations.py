@@ -166,9 +166,7 @@ SPARSE_LINEAR = Operation(
     shape=lambda features, weight_FD, _: (features.rows.shape[0], features.num_entries, *weight_FD.shape),
 )
 PROJECTION = Operation(kind=TaskKind.PROJECTION, function=_projection, shape=_linear_shape)
-QUERY = Operation(
-    kind=TaskKind.PROJECTION, function=_query, shape=lambda x_ND, _: (*x_ND.shape, x_ND.shape[1])
-)
+QUERY = Operation(kind=TaskKind.PROJECTION, function=_query, shape=lambda x_ND, _: (*x_ND.shape, x_ND.shape[1]))
 KEY_VALUE = Operation(
     kind=TaskKind.PROJECTION, function=_key_value, shape=lambda x_MD, _: (*x_MD.shape, 2 * x_MD.shape[1])
 )
@@ -181,6 +179,15 @@ EDGE_BIAS = Operation(
     function=_edge_bias,
     shape=lambda table_BH, bucket_E: (bucket_E.numel(), table_BH.shape[1]),
 )
+
+
+CAST = Operation(
+    kind=TaskKind.COPY_ROWS,
+    function=lambda x_ND: x_ND.to(torch.bfloat16 if x_ND.dtype == torch.float32 else torch.float32),
+    shape=_rows_and_columns,
+)
+
+
 def _attention_shape(
     q_ND: Tensor, kv_M2D: Tensor, _: Tensor | None, graph: EdgeGraph, num_heads: int
 ) -> tuple[int, ...]:

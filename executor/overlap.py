@@ -1,10 +1,10 @@
 """Attention over own rows while rows of others are on their way, and the merge of both parts.
 
-Two autograd functions start and await an exchange. Autograd runs nodes in the reverse order of their making, so backward
-the node that awaited starts the way of the gradients, and the node that started awaits them: what was made between the
-two runs meanwhile, forward and back. On GPUs a collective runs on a stream of its own, waits for what was launched
-before its call, and `Work.wait` lets later kernels wait for it, not the host; until then a `Sent` keeps its tensors
-alive, so none of their memory is given away while the other stream uses it.
+Two autograd functions start and await an exchange. Autograd runs nodes in the reverse order of their making, so
+backward the node that awaited starts the way of the gradients, and the node that started awaits them: what was made
+between the two runs meanwhile, forward and back. On GPUs a collective runs on a stream of its own, waits for what was
+launched before its call, and `Work.wait` lets later kernels wait for it, not the host; until then a `Sent` keeps its
+tensors alive, so none of their memory is given away while the other stream uses it.
 """
 
 from dataclasses import dataclass, field
@@ -37,9 +37,10 @@ class Flight:
 
 
 def start_exchange(rows_NC: Tensor, exchange: RowExchange) -> tuple[Tensor, Tensor, Flight]:
-    """Return own rows to go on with, [N, C], room for those of others, not there before `await_exchange`, and the flight.
+    """Return own rows to go on with, room for those of others, and the flight.
 
-    Every rank of the group must call it, also one without rows.
+    What stands in the room is undefined before `await_exchange`. Every rank of the group must call this, also one
+    without rows.
     """
     flight = Flight(exchange=exchange)
     own_NC, received_MC = _Started.apply(rows_NC, flight)  # type: ignore[no-untyped-call]
@@ -61,9 +62,7 @@ class _Started(torch.autograd.Function):
         ctx.flight = flight
         exchange = flight.exchange
         received = rows_NC.new_empty(exchange.num_received, rows_NC.shape[1], dtype=exchange.wire)
-        flight.sent = [
-            exchange.send(rows_NC, received, index, async_op=True) for index in range(exchange.num_messages)
-        ]
+        flight.sent = [exchange.send(rows_NC, received, index, async_op=True) for index in range(exchange.num_messages)]
         return rows_NC.view_as(rows_NC), received
 
     @staticmethod
@@ -115,9 +114,7 @@ class _Tail(torch.autograd.Function):
     """All rows, and the last of them."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows_ND: Tensor, num_last: int, recorder: Recorder, layer: str
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, rows_ND: Tensor, num_last: int, recorder: Recorder, layer: str) -> tuple[Tensor, Tensor]:
         ctx.first_last, ctx.recorder, ctx.layer = len(rows_ND) - num_last, recorder, layer
         return rows_ND.view_as(rows_ND), rows_ND[len(rows_ND) - num_last :]
 

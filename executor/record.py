@@ -138,7 +138,7 @@ class Recorder:
 
         # gloo tells the end of all but a reduce-scatter.
         with contextlib.suppress(RuntimeError):
-            work.get_future().then(note)  # type: ignore[no-untyped-call]
+            work.get_future().then(note)
 
     def waited(self, mark: Mark | None) -> None:
         """End the mark of a collective whose work is done."""

@@ -67,7 +67,8 @@ class Topology:
         """Return the edges that attention looks at with sources numbered as an exchange lays the rows out.
 
         Args:
-            group_edges: row pointers and sources (global ids) of the edges into `group_nodes`, for an exchange of heads.
+            group_edges: row pointers and sources (global ids) of the edges into `group_nodes`, for an exchange of
+                heads.
         """
         if group_edges is not None:
             assert exchange is Exchange.HEAD_ALL_TO_ALL, exchange

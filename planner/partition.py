@@ -126,9 +126,7 @@ def _rows_with_edges(is_kept_E: NDArray[np.bool_], degree_N: NDArray[np.int64]) 
     return int(np.count_nonzero(_kept_by_row(is_kept_E, degree_N)))
 
 
-def _boundary_rows(
-    owner_E: NDArray[np.int32], degree_N: NDArray[np.int64], part: int, num_parts: int
-) -> list[int]:
+def _boundary_rows(owner_E: NDArray[np.int32], degree_N: NDArray[np.int64], part: int, num_parts: int) -> list[int]:
     """Return how many rows have an edge from each other part.
 
     Args:

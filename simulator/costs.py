@@ -78,7 +78,7 @@ def task_bytes(kind: TaskKind, phase: Phase, shape: tuple[int, ...], dtype: Dtyp
         case TaskKind.MERGE:
             rows, merged, heads, head_size = shape
             # Merged rows are read twice and written once, backward the other way round; the others are copied.
-            return size * heads * head_size * (2.0 * rows + 3.0 * merged) + 12.0 * merged * heads
+            return size * heads * head_size * (2.0 * rows + 3.0 * merged)
         case TaskKind.CLIP | TaskKind.OPTIMIZER:
             return 4.0 * shape[0]
         case _:

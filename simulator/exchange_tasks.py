@@ -240,9 +240,7 @@ class AttentionLowering:
                     pack = replace(pack, backward_kind=TaskKind.COPY_ROWS, backward_shape=(own, columns))
             yield pack
             if wire is not plan.precision:
-                yield same(
-                    message_name(f"{layer}.narrow", index, count), TaskKind.COPY_ROWS, (message_rows, columns)
-                )
+                yield same(message_name(f"{layer}.narrow", index, count), TaskKind.COPY_ROWS, (message_rows, columns))
             yield Operation(
                 name=message_name(f"{layer}.exchange", index, count),
                 kind=kind,
@@ -348,4 +346,3 @@ class AttentionLowering:
 
 def _is_collective(operation: Operation) -> bool:
     return operation.kind is not None and operation.kind.is_collective
-

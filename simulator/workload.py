@@ -135,7 +135,7 @@ def _group_work(plan: Plan, batch: tuple[int, ...], graph_rank: int) -> GroupWor
 
 
 def _edge_counts(plan: Plan, pairs: Sequence[tuple[int, int]], num_of_long_targets: int) -> EdgeCounts:
-    """Return the edges of pairs of a target's and a source's part; those of long sources in each target's part alone."""
+    """Return the edges of pairs of a target's and a source's part; long sources are so in a target's part alone."""
     parts = plan.partition.parts
     return EdgeCounts(
         num_edges=sum(parts[target].edges_from[source] for target, source in pairs),

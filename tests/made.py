@@ -55,6 +55,9 @@ def made_items(kind: TaskKind, shape: tuple[int, ...]) -> int:
             return shape[1] * shape[2]
         case TaskKind.HALO_PACK | TaskKind.PAD_ROWS:
             return (shape[0] + shape[1]) * shape[2]
+        case TaskKind.MERGE:
+            rows, merged, heads, head_size = shape
+            return (2 * rows + 3 * merged) * heads * head_size
         case TaskKind.CLIP | TaskKind.OPTIMIZER:
             return shape[0]
         case _:

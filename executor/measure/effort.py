@@ -148,9 +148,10 @@ def case_shapes(effort: Effort) -> Iterator[tuple[TaskKind, tuple[int, ...]]]:
             yield TaskKind.PROJECTION, (rows, width, 3 * width)
             yield TaskKind.INPUT_LINEAR, (rows, width, width)
             yield TaskKind.SPARSE_LINEAR, (rows, 16 * rows, 2048, width)
-            for kind in (TaskKind.LAYER_NORM, TaskKind.DROPOUT, TaskKind.RESIDUAL):
+            for kind in (TaskKind.LAYER_NORM, TaskKind.DROPOUT, TaskKind.RESIDUAL, TaskKind.COPY_ROWS):
                 yield kind, (rows, width)
             yield TaskKind.GELU, (rows, 2 * width)
+            yield TaskKind.MERGE, (rows, rows // 2, 8, width // 8)
             yield TaskKind.HALO_PACK, (rows, rows // 4, 2 * width)
             yield TaskKind.PAD_ROWS, (rows, rows + rows // 16, 2 * width)
     for rows in effort.rows:

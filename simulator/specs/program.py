@@ -58,8 +58,8 @@ SHAPE_FIELDS: dict[TaskKind, tuple[str, ...]] = {
     TaskKind.GELU: ("rows", "columns"),
     TaskKind.DROPOUT: ("rows", "columns"),
     TaskKind.RESIDUAL: ("rows", "columns"),
-    # Own rows to the front of the exchange buffer (0 where they stay), rows that others need to a message; backward, the
-    # sum of both (with 0 rows, added in place).
+    # Own rows to the front of the exchange buffer (0 where they stay), rows that others need to a message; backward,
+    # the sum of both (with 0 rows, added in place).
     TaskKind.HALO_PACK: ("rows", "rows_sent", "columns"),
     # Own rows to a buffer of as many rows as the largest part has; backward, the way back.
     TaskKind.PAD_ROWS: ("rows", "rows_padded", "columns"),
@@ -76,7 +76,7 @@ SHAPE_FIELDS: dict[TaskKind, tuple[str, ...]] = {
         "heads",
         "head_size",
     ),
-    # Attention over two sets of edges to that over both, of the last rows; the others have edges of the first set alone.
+    # Attention over two sets of edges to that over both, of the last rows; the others have edges of the first set.
     TaskKind.MERGE: ("rows", "rows_merged", "heads", "head_size"),
     TaskKind.LOSS: ("rows", "rows_labelled", "columns"),
     TaskKind.CLIP: ("elements", "tensors"),

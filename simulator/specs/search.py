@@ -25,7 +25,7 @@ class SearchSpec:
         batches, exchanges, recomputes, precisions: choices to try.
         exchange_overlaps, exchange_payloads: choices to try where rows of others travel.
         exchange_precisions: number formats to try of what travels, beside that of the plan; skipped where not shorter.
-        exchange_chunk_bytes: bound of one message to try beside none, for plans whose buffers would not fit; 0 for none.
+        exchange_chunk_bytes: bound of a message to try beside none, for plans whose buffers would not fit; 0 for none.
         parts_per_replica: cluster batches cut the graph into this many parts for each replica.
         orders: of the nodes of a rank, to choose from by predicted gain; the only one is taken without a question.
         seed: of the partitioner.
@@ -47,7 +47,15 @@ class SearchSpec:
     def __post_init__(self) -> None:
         require_positive(parts_per_replica=self.parts_per_replica)
         require_at_least(0, exchange_chunk_bytes=self.exchange_chunk_bytes)
-        choices = ("batches", "exchanges", "recomputes", "precisions", "orders", "exchange_overlaps", "exchange_payloads")
+        choices = (
+            "batches",
+            "exchanges",
+            "recomputes",
+            "precisions",
+            "orders",
+            "exchange_overlaps",
+            "exchange_payloads",
+        )
         for field in choices:
             require(len(getattr(self, field)) > 0, field, "must name at least one choice", getattr(self, field))
         for num_ranks in self.num_ranks:

@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import scipy.sparse
@@ -37,7 +37,7 @@ DROPOUT = dataclasses.replace(MODEL, dropout_ratio=0.3)
 ENCODED = dataclasses.replace(MODEL, laplacian_encodings=2, random_walk_encodings=3)
 EVERYTHING = dataclasses.replace(ENCODED, dropout_ratio=0.3, edge_bias=EdgeBias.DEGREE, num_layers=3)
 # Seven heads do not divide by two ranks; fewer on a rank could stand for a pair of keys and values.
-SEVEN_HEADS = {"width": 28, "num_heads": 7}
+SEVEN_HEADS: dict[str, Any] = {"width": 28, "num_heads": 7}
 TRAIN = TrainSpec(num_steps=10, learning_rate=0.01, seed=5)
 GRAPH = CommunityGraph(num_nodes=700, num_edges=4000, num_classes=7, num_features=11)
 NUM_SPARSE_FEATURES, DENSITY = 60, 0.1
@@ -148,7 +148,10 @@ CASES = {
         chunk_bytes=40 * KIB,
     ),
     "heads, bf16": Case(
-        graph_parallel_degree=2, exchange=(HEADS, HEADS), precision=HALF, model=dataclasses.replace(MODEL, **SEVEN_HEADS)
+        graph_parallel_degree=2,
+        exchange=(HEADS, HEADS),
+        precision=HALF,
+        model=dataclasses.replace(MODEL, **SEVEN_HEADS),
     ),
     "heads, exchange in bf16": Case(
         graph_parallel_degree=2, exchange=(HEADS, HEADS), wire=HALF, model=dataclasses.replace(MODEL, **SEVEN_HEADS)

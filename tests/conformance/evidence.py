@@ -73,7 +73,9 @@ class ExpectedOperand:
 
 def _fits(expected: Dims, found: Dims) -> bool:
     """Return whether the sizes of an argument are those expected."""
-    return len(expected) == len(found) and all(size in (ANY, other) for size, other in zip(expected, found, strict=True))
+    return len(expected) == len(found) and all(
+        size in (ANY, other) for size, other in zip(expected, found, strict=True)
+    )
 
 
 def missing_evidence(task: Task, observed: ObservedTask) -> list[str]:

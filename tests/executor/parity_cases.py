@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -225,7 +226,7 @@ def _graph_parallel(ranks: int) -> dict[str, ParityCase]:
 
 def _exchange_choices(ranks: int) -> dict[str, ParityCase]:
     """Return every exchange with every way in which rows travel."""
-    extras = {"extras": True, "recompute": (KEEP, AGAIN)}
+    extras: dict[str, Any] = {"extras": True, "recompute": (KEEP, AGAIN)}
     found: dict[str, ParityCase] = {}
     for name, exchange in {"halo": HALO, "all-gather": ALL_GATHER}.items():
         plain = ParityCase(graph_parallel_degree=ranks, exchange=(exchange, exchange))
@@ -297,7 +298,9 @@ def _several_ranks() -> dict[str, ParityCase]:
             gradient_bucket_bytes=SMALL_BUCKETS,
         ),
         "4 graph ranks": ParityCase(graph_parallel_degree=4, exchange=(ALL_GATHER, HALO), graph_name="sparse"),
-        "3 graph ranks on two nodes, overlapped": replace(tiny, exchange=(HALO, ALL_GATHER), overlaps=True, extras=True),
+        "3 graph ranks on two nodes, overlapped": replace(
+            tiny, exchange=(HALO, ALL_GATHER), overlaps=True, extras=True
+        ),
         "3 graph ranks on two nodes, heads": replace(tiny, exchange=(HEADS, HEADS), extras=True),
         "2 replicas of 2 graph ranks, overlapped": ParityCase(
             data_parallel_degree=2,

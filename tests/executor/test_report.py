@@ -140,6 +140,10 @@ def made_plan(num_ranks=2, num_layers=2):
         edges_of_long_targets_from=(0,) * num_ranks,
         edges_of_long_sources_from=(0,) * num_ranks,
         inner_edges_of_long_targets=0,
+        outer_edges_of_long_targets=0,
+        edges_out_of_long_sources=0,
+        num_boundary_nodes=30_000,
+        boundary_nodes_from=(0, *(20_000,) * (num_ranks - 1)),
     )
     partition = PartitionSpec(
         method=PartitionMethod.METIS, seed=0, path="partition.npy", sha256="ab" * 32, parts=(part,) * num_ranks
