@@ -148,15 +148,16 @@ def case_shapes(effort: Effort) -> Iterator[tuple[TaskKind, tuple[int, ...]]]:
             yield TaskKind.PROJECTION, (rows, width, 3 * width)
             yield TaskKind.INPUT_LINEAR, (rows, width, width)
             yield TaskKind.SPARSE_LINEAR, (rows, 16 * rows, 2048, width)
-            for kind in (TaskKind.LAYER_NORM, TaskKind.DROPOUT, TaskKind.RESIDUAL, TaskKind.COPY_ROWS):
+            for kind in (TaskKind.LAYER_NORM, TaskKind.DROPOUT, TaskKind.RESIDUAL):
                 yield kind, (rows, width)
             yield TaskKind.GELU, (rows, 2 * width)
-            yield TaskKind.MERGE, (rows, rows // 2, 8, width // 8)
             yield TaskKind.HALO_PACK, (rows, rows // 4, 2 * width)
             yield TaskKind.PAD_ROWS, (rows, rows + rows // 16, 2 * width)
     for rows in effort.rows:
         yield TaskKind.LINEAR, (rows, effort.widths[-1], 10)
         yield TaskKind.LOSS, (rows, rows // 2, 10)
+        yield TaskKind.COPY_ROWS, (rows, effort.widths[-1])
+        yield TaskKind.MERGE, (rows, rows // 2, 8, effort.widths[-1] // 8)
     for edges in effort.edges:
         yield TaskKind.EDGE_BIAS, (edges, 8)
     for elements in (20_000, 200_000, 2_000_000):

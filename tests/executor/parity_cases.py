@@ -224,6 +224,10 @@ def _graph_parallel(ranks: int) -> dict[str, ParityCase]:
     }
 
 
+# Three ranks share heads and rows less evenly than two, so they try all.
+ON_TWO_RANKS = ("halo of rows", "halo of rows, overlapped", "halo, overlapped", "heads, all extras", "one head")
+
+
 def _exchange_choices(ranks: int) -> dict[str, ParityCase]:
     """Return every exchange with every way in which rows travel."""
     extras: dict[str, Any] = {"extras": True, "recompute": (KEEP, AGAIN)}
@@ -232,8 +236,8 @@ def _exchange_choices(ranks: int) -> dict[str, ParityCase]:
         plain = ParityCase(graph_parallel_degree=ranks, exchange=(exchange, exchange))
         found |= {
             f"{name} of rows": replace(plain, payload=ROWS, **extras),
-            f"{name}, overlapped": replace(plain, overlaps=True, **extras),
-            f"{name} of rows, overlapped": replace(plain, payload=ROWS, overlaps=True),
+            f"{name}, overlapped": replace(plain, overlaps=True),
+            f"{name} of rows, overlapped": replace(plain, payload=ROWS, overlaps=True, **extras),
             f"{name}, chunks": replace(plain, chunk_bytes=1000, graph_name="sparse", **extras),
             f"{name} of rows, overlapped, chunks": replace(
                 plain, payload=ROWS, overlaps=True, chunk_bytes=300, ordered=True, **extras
@@ -281,8 +285,9 @@ def _several_ranks() -> dict[str, ParityCase]:
     found: dict[str, ParityCase] = {}
     for ranks in (2, 3):
         found |= {f"{ranks} graph ranks, {name}": case for name, case in _graph_parallel(ranks).items()}
-        found |= {f"{ranks} graph ranks, {name}": case for name, case in _exchange_choices(ranks).items()}
         found |= {f"{ranks} replicas, {name}": case for name, case in _data_parallel(ranks).items()}
+    found |= {f"3 graph ranks, {name}": case for name, case in _exchange_choices(3).items()}
+    found |= {f"2 graph ranks, {name}": case for name, case in _exchange_choices(2).items() if name in ON_TWO_RANKS}
     tiny = ParityCase(graph_name="two nodes", cut="by node", graph_parallel_degree=3)
     return found | {
         "3 graph ranks on two nodes, halo": replace(tiny, exchange=(HALO, HALO)),

@@ -1,5 +1,8 @@
 """The edges of a batch as exchanges number their rows, against the edges themselves."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from executor.attention.graph import EdgeGraph
-from executor.data import build_rank_data
+from executor.data import RankData, build_rank_data
 from executor.topology import by_message
 from simulator.specs.plan import Exchange
 from simulator.workload import rank_work
@@ -38,12 +41,12 @@ def data_of(rank, exchange, *, overlaps=False, each=None, head_each=None):
     )
 
 
-def pairs(graph: EdgeGraph, sources: list[int | None], targets: list[int]) -> list[tuple[int | None, int]]:
+def pairs(graph: EdgeGraph, sources: Sequence[Any], targets: Sequence[int]) -> list[tuple[Any, int]]:
     """Return the edges of a graph by the nodes that its rows hold."""
     return [(sources[s], targets[t]) for s, t in zip(graph.source_E.tolist(), graph.target_E.tolist(), strict=True)]
 
 
-def gathered(all_data, each: int | None) -> list[int | None]:
+def gathered(all_data: Sequence[RankData], each: int | None) -> list[Any]:
     """Return the node of each row that an all-gather brings: by message, then by rank."""
     rows = [data.node_N.tolist() for data in all_data]
     most = max(map(len, rows))

@@ -135,10 +135,10 @@ def all_plans(cluster: ClusterSpec, search: SearchSpec, folder: Path, num_layers
         for (replicas, group, num_parts), recompute, precision in itertools.product(
             shapes, search.recomputes, search.precisions
         ):
+            plain = ExchangePayload.KEYS_AND_VALUES
             ways = itertools.product(search.exchanges, search.exchange_overlaps, search.exchange_payloads)
-            plain = (False, ExchangePayload.KEYS_AND_VALUES)
-            for exchange, *way in ways if group > 1 else [(Exchange.NONE, *plain)]:
-                if exchange is Exchange.HEAD_ALL_TO_ALL and tuple(way) != plain:
+            for exchange, overlaps, payload in ways if group > 1 else [(Exchange.NONE, False, plain)]:
+                if exchange is Exchange.HEAD_ALL_TO_ALL and (overlaps or payload is not plain):
                     continue
                 plans.append(
                     Plan(
@@ -149,8 +149,8 @@ def all_plans(cluster: ClusterSpec, search: SearchSpec, folder: Path, num_layers
                         exchange=(exchange,) * num_layers,
                         recompute=(recompute,) * num_layers,
                         precision=precision,
-                        overlap_exchange=way[0],
-                        exchange_payload=way[1],
+                        overlap_exchange=overlaps,
+                        exchange_payload=payload,
                     )
                 )
     return [plan for plan in plans if plan.num_ranks <= cluster.num_devices]
