@@ -11,7 +11,7 @@ from simulator.specs.decision import PlanFile, Prediction
 from simulator.specs.files import write_plan
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import ModelSpec
-from simulator.specs.plan import Exchange, Plan, Recompute, StepMode
+from simulator.specs.plan import Exchange, ExchangePayload, Plan, Recompute, StepMode
 from simulator.specs.train import TrainSpec
 from simulator.specs.units import MIB, Dtype
 
@@ -34,6 +34,10 @@ class Choices:
     precision: Dtype = Dtype.FLOAT32
     gradient_bucket_bytes: int = 25 * MIB
     step_mode: StepMode = StepMode.EAGER
+    overlap_exchange: bool = False
+    exchange_payload: ExchangePayload = ExchangePayload.KEYS_AND_VALUES
+    exchange_precision: Dtype | None = None
+    exchange_chunk_bytes: int | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -56,6 +60,10 @@ def plan_of(choices: Choices, graph: Graph, model: ModelSpec, folder: Path, *, s
         precision=choices.precision,
         gradient_bucket_bytes=choices.gradient_bucket_bytes,
         step_mode=choices.step_mode,
+        overlap_exchange=choices.overlap_exchange,
+        exchange_payload=choices.exchange_payload,
+        exchange_precision=choices.exchange_precision,
+        exchange_chunk_bytes=choices.exchange_chunk_bytes,
     )
 
 

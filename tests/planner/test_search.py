@@ -60,11 +60,11 @@ ALL_CHOICES = SearchSpec(
 )
 
 
-def made_graph() -> tuple[GraphSpec, Graph]:
+def made_graph(num_chords: int = 800) -> tuple[GraphSpec, Graph]:
     """Return a ring of nodes with chords, a third of which are trained on."""
     rng = np.random.default_rng(0)
     ring: Edges = [(node, (node + 1) % NUM_NODES) for node in range(NUM_NODES)]
-    chords: Edges = [(int(a), int(b)) for a, b in rng.integers(0, NUM_NODES, (800, 2))]
+    chords: Edges = [(int(a), int(b)) for a, b in rng.integers(0, NUM_NODES, (num_chords, 2))]
     edges = [*ring, *chords]
     both = [*edges, *((target, source) for source, target in edges)]
     train_mask_N = np.arange(NUM_NODES) % 3 == 0
@@ -107,10 +107,10 @@ def found(
     model: ModelSpec = MODEL,
     search: SearchSpec | None = None,
     calibration: Calibration = FAST_TALK,
+    data: tuple[GraphSpec, Graph] = (SPEC, GRAPH),
 ) -> PlanFile:
     return find_plan(
-        SPEC,
-        GRAPH,
+        *data,
         model,
         cluster or made_cluster(),
         TRAIN,
@@ -201,6 +201,20 @@ def test_the_result_is_legal_and_fits(folder):
     # Its partition can be read again.
     part_N = read_partition(file.plan.partition, folder=folder, num_nodes=NUM_NODES)
     assert np.bincount(part_N).tolist() == [part.num_nodes for part in file.plan.partition.parts]
+
+
+def test_the_exchange_follows_the_halo(folder):
+    # Case R12: each of four ranks needs the keys and values of its halo, H rows of two widths; an exchange of heads
+    # sends queries, keys, values and outputs, 4 N / p rows of a width, whatever the graph.
+    by_bytes = made_calibration(
+        compute_seconds=lambda *_: 1e-9, collective_seconds=lambda kind, ranks, num_bytes: 1e-9 + 1e-6 * num_bytes
+    )
+    search = SearchSpec(num_ranks=(4,), exchange_payloads=(ExchangePayload.KEYS_AND_VALUES,))
+    for num_chords, expected in ((0, Exchange.HALO), (8000, Exchange.HEAD_ALL_TO_ALL)):
+        file = found(folder, search=search, calibration=by_bytes, data=made_graph(num_chords))
+        halo_rows = max(part.num_halo_rows for part in file.plan.partition.parts)
+        assert file.plan.exchange == (expected,) * 2
+        assert (2 * halo_rows > 4 * NUM_NODES / 4) == (expected is Exchange.HEAD_ALL_TO_ALL)
 
 
 # --- What else the file says.
