@@ -41,9 +41,14 @@ class Dropout(NamedTuple):
 
 def before_attention(run: Run, weights: Weights, h_ND: Tensor) -> tuple[Tensor, Tensor]:
     """Return queries, [N, D], and keys and values side by side, [N, 2 D]."""
-    norm_weight, norm_bias = weights["attention_norm.weight"], weights["attention_norm.bias"]
-    x_ND = run("attention_norm", operations.LAYER_NORM, h_ND, norm_weight, norm_bias)
+    x_ND = normed(run, weights, h_ND)
     return run("query_key_value", operations.PROJECTION, x_ND, weights["query_key_value.weight"])  # type: ignore[no-any-return]
+
+
+def normed(run: Run, weights: Weights, h_ND: Tensor) -> Tensor:
+    """Return the rows that a layer makes queries, keys and values of, [N, D]."""
+    norm_weight, norm_bias = weights["attention_norm.weight"], weights["attention_norm.bias"]
+    return run("attention_norm", operations.LAYER_NORM, h_ND, norm_weight, norm_bias)  # type: ignore[no-any-return]
 
 
 def after_attention(run: Run, weights: Weights, h_ND: Tensor, x_ND: Tensor, dropout: Dropout | None) -> Tensor:

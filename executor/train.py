@@ -20,6 +20,7 @@ from executor.parallel import FlatGradients
 from executor.record import Recorder
 from executor.step import CapturedFunction, CudaGraphs, cast_weights
 from simulator.errors import RunError
+from simulator.exchanges import rows_per_message, wire_dtype
 from simulator.readers.graphs import Graph
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import EdgeBias, ModelSpec
@@ -99,7 +100,14 @@ class Trainer:
             fused=True,
         )
         compiled = compiled_dense() if train.compile_dense else None
-        self.settings = ForwardSettings(exchange=plan.exchange, recompute=plan.recompute, compiled=compiled)
+        self.settings = ForwardSettings(
+            exchange=plan.exchange,
+            recompute=plan.recompute,
+            overlaps=plan.overlap_exchange,
+            payload=plan.exchange_payload,
+            wire=TORCH_DTYPES[wire_dtype(plan)],
+            compiled=compiled,
+        )
         self._batches: OrderedDict[tuple[int, ...], RankData] = OrderedDict()
         self._evaluation_data: RankData | None = None
         self._captured: tuple[CapturedFunction, CapturedFunction] | None = None
@@ -190,6 +198,7 @@ class Trainer:
             exchanges=frozenset(self.plan.exchange),
             group=self.place.graph_group,
             num_train_rows=num_train_rows,
+            overlaps=self.plan.overlap_exchange,
         )
 
     def _rank_data(
@@ -201,6 +210,7 @@ class Trainer:
         exchanges: frozenset[Exchange],
         group: dist.ProcessGroup | None,
         num_train_rows: int,
+        overlaps: bool = False,
     ) -> RankData:
         return build_rank_data(
             self.inputs.graph,
@@ -215,7 +225,15 @@ class Trainer:
             degree_buckets=self.model.model.edge_bias is EdgeBias.DEGREE,
             dtype=TORCH_DTYPES[self.plan.precision],
             device=self.place.device,
+            overlaps=overlaps,
+            rows_per_message=self._rows_per_message(Exchange.HALO, num_ranks),
+            head_rows_per_message=self._rows_per_message(Exchange.HEAD_ALL_TO_ALL, num_ranks),
         )
+
+    def _rows_per_message(self, exchange: Exchange, num_ranks: int) -> int | None:
+        found = rows_per_message(self.plan, self.model.model, exchange, num_ranks=num_ranks)
+        # An evaluation by more ranks than the plan's graph groups have sends a row to each of them at least.
+        return None if found is None else max(found, 1)
 
     @torch.no_grad()
     def evaluate(self) -> Evaluation:
@@ -228,7 +246,13 @@ class Trainer:
         elif self.plan.is_full_graph:
             right_N = self._is_right(data, self.settings)
         else:
-            settings = ForwardSettings(exchange=(exchange,) * num_layers, recompute=(Recompute.NONE,) * num_layers)
+            settings = replace(
+                self.settings,
+                exchange=(exchange,) * num_layers,
+                recompute=(Recompute.NONE,) * num_layers,
+                overlaps=False,
+                compiled=None,
+            )
             right_N = self._is_right(data, settings)
         counts = [[right_N[rows].sum(), torch.tensor(rows.numel())] for rows in data.mask_rows.values()]
         totals = torch.tensor([[int(right), int(total)] for right, total in counts], device=self.place.device)

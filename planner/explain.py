@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from simulator.specs.decision import PlanFile
 from simulator.specs.gradients import CompressionKind
 from simulator.specs.order import NodeOrder
-from simulator.specs.plan import Exchange, Plan, Recompute
+from simulator.specs.plan import Exchange, ExchangePayload, Plan, Recompute
 from simulator.specs.trace import Span, Trace
 from simulator.specs.units import Dimension, format_quantity
 
@@ -40,8 +40,7 @@ class Breakdown:
 def description(plan: Plan) -> str:
     """Return the choices of a plan in words, such as "4 ranks: full graph on 4 (halo), fp32"."""
     ranks = f"{plan.num_ranks} rank{'s' if plan.num_ranks > 1 else ''}"
-    exchanges = "/".join(Counter(exchange.value for exchange in plan.exchange if exchange is not Exchange.NONE))
-    group = f" on {plan.graph_parallel_degree} ({exchanges})" if plan.graph_parallel_degree > 1 else ""
+    group = f" on {plan.graph_parallel_degree} ({exchange_words(plan)})" if plan.graph_parallel_degree > 1 else ""
     if plan.is_full_graph:
         batch = f"full graph{group}"
     else:
@@ -60,6 +59,20 @@ def _gradients_text(plan: Plan) -> str:
         size = format_quantity(plan.gradient_bucket_bytes, Dimension.BYTES)
         choices.append(f"buckets of {size} reduced beside the backward pass")
     return "".join(f", {choice}" for choice in choices)
+
+
+def exchange_words(plan: Plan) -> str:
+    """Return how the ranks of a graph group exchange, such as "halo of rows, overlapped, in bf16"."""
+    words = "/".join(Counter(exchange.value for exchange in plan.exchange if exchange is not Exchange.NONE))
+    if plan.exchange_payload is ExchangePayload.ROWS:
+        words += " of rows"
+    if plan.overlap_exchange:
+        words += ", overlapped"
+    if plan.exchange_precision is not None:
+        words += f", in {plan.exchange_precision}"
+    if plan.exchange_chunk_bytes is not None:
+        words += f", at most {format_quantity(plan.exchange_chunk_bytes, Dimension.BYTES)} a message"
+    return words
 
 
 def breakdown(plan: Plan, trace: Trace) -> Breakdown:

@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from simulator.constraints import step_mode_of
 from simulator.gradients import gradient_buckets
@@ -11,8 +12,9 @@ from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.gradients import GradientCompression
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import ModelSpec
-from simulator.specs.plan import Exchange, PartitionSpec, Plan
+from simulator.specs.plan import ROW_EXCHANGES, Exchange, ExchangePayload, PartitionSpec, Plan
 from simulator.specs.search import BatchKind, SearchSpec
+from simulator.specs.units import Dtype
 from simulator.workload import parameter_shapes
 
 
@@ -33,7 +35,8 @@ def candidates(
 ) -> Iterator[Plan]:
     """Yield every plan of the search space, legal or not, those on fewer ranks first.
 
-    Layers are alike: each plan has one exchange and one recompute choice for all of them.
+    Layers are alike: each plan has one exchange and one recompute choice for all of them. Choices of how rows travel
+    that an exchange does not have are not tried with it.
 
     Args:
         partition: gives the cut into so many parts; it is asked only for cuts that some candidate needs.
@@ -42,12 +45,14 @@ def candidates(
         reductions = list(_reductions(graph, model, cluster, search, num_ranks))
         for data_parallel_degree, graph_parallel_degree, num_parts in _meshes(num_ranks, search):
             cut = partition(num_parts)
-            exchanges = search.exchanges if graph_parallel_degree > 1 else (Exchange.NONE,)
             is_full_graph = num_parts == graph_parallel_degree
             step_mode = step_mode_of(num_ranks=num_ranks, is_full_graph=is_full_graph, cluster=cluster)
-            for exchange, recompute, precision, reduction in itertools.product(
+            exchanges = list(_exchanges(graph_parallel_degree, search))
+            for (exchange, choices), recompute, precision, reduction in itertools.product(
                 exchanges, search.recomputes, search.precisions, reductions
             ):
+                if not _shortens(choices["exchange_precision"], precision):
+                    continue
                 yield Plan(
                     data_parallel_degree=data_parallel_degree,
                     graph_parallel_degree=graph_parallel_degree,
@@ -60,6 +65,7 @@ def candidates(
                     overlap_gradients=reduction.overlaps,
                     gradient_compression=reduction.compression,
                     step_mode=step_mode,
+                    **choices,
                 )
 
 
@@ -92,6 +98,35 @@ def _reductions(
                 # The only bucket begins where it would behind the backward pass.
                 if len(counts) > 1 or False not in overlaps:
                     yield _Reduction(bucket_bytes=size, overlaps=True, compression=compression)
+
+
+def _exchanges(graph_parallel_degree: int, search: SearchSpec) -> Iterator[tuple[Exchange, dict[str, Any]]]:
+    """Yield an exchange, and how what travels does; plain choices come first, so that equal predictions go to them."""
+    plain: dict[str, Any] = {"exchange_precision": None}
+    if graph_parallel_degree == 1:
+        yield Exchange.NONE, plain
+        return
+    for exchange in search.exchanges:
+        of_rows = exchange in ROW_EXCHANGES
+        payloads = search.exchange_payloads if of_rows else (ExchangePayload.KEYS_AND_VALUES,)
+        for overlap in search.exchange_overlaps if of_rows else (False,):
+            for payload in payloads:
+                for precision in (None, *search.exchange_precisions):
+                    for chunk_bytes in (None, search.exchange_chunk_bytes) if search.exchange_chunk_bytes else (None,):
+                        yield (
+                            exchange,
+                            {
+                                "overlap_exchange": overlap,
+                                "exchange_payload": payload,
+                                "exchange_precision": precision,
+                                "exchange_chunk_bytes": chunk_bytes,
+                            },
+                        )
+
+
+def _shortens(exchange_precision: Dtype | None, precision: Dtype) -> bool:
+    """Return whether what travels may have a number format in a plan of another one."""
+    return exchange_precision is None or exchange_precision.num_bytes < precision.num_bytes
 
 
 def _meshes(num_ranks: int, search: SearchSpec) -> Iterator[tuple[int, int, int]]:

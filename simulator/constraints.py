@@ -1,11 +1,12 @@
 """Why a plan cannot run here, in sentences."""
 
+from simulator.exchanges import rows_per_message, wire_dtype
 from simulator.gradients import MAX_TOP_K_ELEMENTS, buckets_of, is_factorised
 from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.gradients import CompressionKind
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import ModelSpec
-from simulator.specs.plan import Exchange, Plan, StepMode
+from simulator.specs.plan import ROW_EXCHANGES, Exchange, ExchangePayload, Plan, StepMode
 from simulator.specs.train import TrainSpec
 from simulator.workload import parameter_shapes
 
@@ -19,6 +20,7 @@ def violations(plan: Plan, graph: GraphSpec, model: ModelSpec, cluster: ClusterS
         *_mesh_violations(plan, graph, cluster),
         *_batch_violations(plan),
         *_layer_violations(plan, model),
+        *_exchange_violations(plan, model),
         *_step_violations(plan, cluster),
         *_gradient_violations(plan, graph, model),
     ]
@@ -84,7 +86,8 @@ def _layer_violations(plan: Plan, model: ModelSpec) -> list[str]:
     for index, exchange in enumerate(plan.exchange):
         if several and exchange is Exchange.NONE:
             found.append(
-                f"exchange[{index}] must not be none when {plan.graph_parallel_degree=}: use halo or all_gather"
+                f"exchange[{index}] must not be none when {plan.graph_parallel_degree=}: use halo, all_gather or "
+                "head_all_to_all"
             )
         if not several and exchange is not Exchange.NONE:
             found.append(f"exchange[{index}] must be none when {plan.graph_parallel_degree=}, got {exchange}")
@@ -121,6 +124,33 @@ def _gradient_violations(plan: Plan, graph: GraphSpec, model: ModelSpec) -> list
             f"gradient_compression.matrix_rank must make the factors of some parameter smaller than the parameter, got "
             f"{matrix_rank}: lower it, or send gradients as they are"
         )
+    return found
+
+
+def _exchange_violations(plan: Plan, model: ModelSpec) -> list[str]:
+    """Say which choices of how rows travel no layer of the plan would follow, or none can."""
+    found = []
+    if not ROW_EXCHANGES.intersection(plan.exchange):
+        where = f"when no layer exchanges by {' or '.join(sorted(ROW_EXCHANGES))}"
+        if plan.overlap_exchange:
+            found.append(f"overlap_exchange must be false {where}: attention by heads needs all rows before it begins")
+        if plan.exchange_payload is not ExchangePayload.KEYS_AND_VALUES:
+            found.append(f"exchange_payload must be keys_and_values {where}, got {plan.exchange_payload}")
+    if plan.exchange_precision is not None and wire_dtype(plan).num_bytes >= plan.precision.num_bytes:
+        found.append(
+            f"exchange_precision must be shorter than {plan.precision=!s} or left out, got {plan.exchange_precision}"
+        )
+    exchanges = sorted({exchange for exchange in plan.exchange if exchange is not Exchange.NONE})
+    if not exchanges:
+        for field in ("exchange_precision", "exchange_chunk_bytes"):
+            if getattr(plan, field) is not None:
+                found.append(f"{field} must be left out when no layer exchanges, got {getattr(plan, field)}")
+    for exchange in exchanges:
+        if rows_per_message(plan, model, exchange) == 0:
+            found.append(
+                f"exchange_chunk_bytes must hold a row for each other rank in {exchange}, got "
+                f"{plan.exchange_chunk_bytes}: raise it or leave it out"
+            )
     return found
 
 

@@ -81,6 +81,10 @@ def task_bytes(kind: TaskKind, phase: Phase, shape: tuple[int, ...], dtype: Dtyp
         case TaskKind.HALO_PACK | TaskKind.PAD_ROWS:
             rows, others, columns = shape
             return 2.0 * size * columns * (rows + others)
+        case TaskKind.MERGE:
+            rows, merged, heads, head_size = shape
+            # Merged rows are read twice and written once, backward the other way round; the others are copied.
+            return size * heads * head_size * (2.0 * rows + 3.0 * merged)
         case TaskKind.TOP_K_SUM:
             elements, kept, ranks = shape
             return 4.0 * elements + 12.0 * kept * ranks

@@ -12,7 +12,7 @@ from simulator.specs.files import write_plan
 from simulator.specs.gradients import GradientCompression
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import ModelSpec
-from simulator.specs.plan import Exchange, Plan, Recompute, StepMode
+from simulator.specs.plan import Exchange, ExchangePayload, Plan, Recompute, StepMode
 from simulator.specs.train import TrainSpec
 from simulator.specs.units import MIB, Dtype
 
@@ -39,6 +39,10 @@ class Choices:
     overlap_gradients: bool = False
     gradient_compression: GradientCompression = AS_THEY_ARE
     step_mode: StepMode = StepMode.EAGER
+    overlap_exchange: bool = False
+    exchange_payload: ExchangePayload = ExchangePayload.KEYS_AND_VALUES
+    exchange_precision: Dtype | None = None
+    exchange_chunk_bytes: int | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -63,6 +67,10 @@ def plan_of(choices: Choices, graph: Graph, model: ModelSpec, folder: Path, *, s
         overlap_gradients=choices.overlap_gradients,
         gradient_compression=choices.gradient_compression,
         step_mode=choices.step_mode,
+        overlap_exchange=choices.overlap_exchange,
+        exchange_payload=choices.exchange_payload,
+        exchange_precision=choices.exchange_precision,
+        exchange_chunk_bytes=choices.exchange_chunk_bytes,
     )
 
 

@@ -20,7 +20,16 @@ from simulator.specs.graph import (
 )
 from simulator.specs.model import EdgeBias, ModelSpec
 from simulator.specs.order import NodeOrder, OrderSpec, RankedOrder
-from simulator.specs.plan import Exchange, PartitionMethod, PartitionSpec, PartSpec, Plan, Recompute, StepMode
+from simulator.specs.plan import (
+    Exchange,
+    ExchangePayload,
+    PartitionMethod,
+    PartitionSpec,
+    PartSpec,
+    Plan,
+    Recompute,
+    StepMode,
+)
 from simulator.specs.program import (
     COLLECTIVES,
     SHAPE_FIELDS,
@@ -283,6 +292,8 @@ def parts(draw: st.DrawFn, num_parts: int, index: int, min_nodes: int = 0) -> Pa
     edges_from = draw(st.tuples(*[st.integers(0, 5000)] * num_parts))
     halo_rows_from = [0 if part == index else draw(st.integers(0, edges)) for part, edges in enumerate(edges_from)]
     of_long_targets_from = draw(st.tuples(*[st.integers(0, edges) for edges in edges_from]))
+    outer = [0 if part == index else edges for part, edges in enumerate(edges_from)]
+    boundary_from = tuple(draw(st.integers(0, min(num_nodes, edges))) for edges in outer)
     return PartSpec(
         num_nodes=num_nodes,
         num_train_nodes=draw(st.integers(0, num_nodes)),
@@ -294,6 +305,10 @@ def parts(draw: st.DrawFn, num_parts: int, index: int, min_nodes: int = 0) -> Pa
         inner_edges_of_long_targets=draw(st.integers(0, edges_from[index]))
         if num_parts > 1
         else of_long_targets_from[0],
+        outer_edges_of_long_targets=draw(st.integers(0, sum(outer))),
+        edges_out_of_long_sources=draw(st.integers(0, 10**5)),
+        num_boundary_nodes=draw(st.integers(max(boundary_from), min(num_nodes, sum(boundary_from)))),
+        boundary_nodes_from=boundary_from,
     )
 
 
@@ -353,6 +368,10 @@ def plans_for(draw: st.DrawFn, num_layers: int | None = None) -> Plan:
         order=draw(orders),
         step_mode=draw(st.sampled_from(StepMode)),
         beyond_cache_ratio=draw(cache_ratios),
+        overlap_exchange=draw(st.booleans()),
+        exchange_payload=draw(st.sampled_from(ExchangePayload)),
+        exchange_precision=draw(st.none() | st.sampled_from(Dtype)),
+        exchange_chunk_bytes=draw(st.none() | st.integers(2**40, 2**41)),
     )
 
 

@@ -13,9 +13,10 @@ from executor import compression, operations
 from executor.attention.graph import EdgeGraph
 from executor.compat import making_sparse_csr
 from executor.compression import Factors
-from executor.exchange import ExchangeLayout, exchange_rows
+from executor.exchange import ExchangeLayout, RowExchange, exchange_rows
 from executor.measure.graphs import beyond_cache_ratio_of_edges
 from executor.operations import Operation, SparseFeatures
+from executor.overlap import MERGE
 from executor.record import Recorder
 from executor.train import TORCH_DTYPES, clip_flat_gradient_
 from simulator.costs import task_bytes
@@ -89,6 +90,10 @@ def build_case(
             run = _runner(make, operations.DROPOUT, make.rows(*shape), torch.arange(shape[0], device=device), 0.5, 7)
         case TaskKind.RESIDUAL:
             run = _runner(make, operations.RESIDUAL, make.rows(*shape), make.rows(*shape))
+        case TaskKind.COPY_ROWS:
+            run = _runner(make, operations.CAST, make.rows(*shape))
+        case TaskKind.MERGE:
+            run = _merge_runner(make, shape)
         case TaskKind.HALO_PACK | TaskKind.PAD_ROWS:
             return _pack_case(kind, shape, dtype, make, group)
         case TaskKind.EDGE_BIAS:
@@ -163,6 +168,19 @@ def _runner(
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
 
     return run
+
+
+def _merge_runner(make: _Inputs, shape: tuple[int, ...]) -> Callable[[Recorder], None]:
+    """Return a run of the merge of attention over two sets of edges."""
+    rows, merged, heads, head_size = shape
+    inner_lse_NH, outer_lse_BH = make.rows(rows, heads).float(), make.rows(merged, heads).float()
+    outer_BHK = make.rows(merged, heads, head_size)
+    operation = Operation(
+        kind=TaskKind.MERGE,
+        function=lambda inner_NHK: MERGE.function((inner_NHK, inner_lse_NH), (outer_BHK, outer_lse_BH)),
+        shape=lambda _: shape,
+    )
+    return _runner(make, operation, make.rows(rows, heads, head_size))
 
 
 def _leaf_runner(make: _Inputs, operation: Operation, *arguments: Any) -> Callable[[Recorder], None]:
@@ -303,7 +321,10 @@ def _pack_case(
         leaf.grad = None
         make.evict()
         before = recorder.run("before", _SCALE, leaf)
-        out = exchange_rows(before, exchange, layout, recorder=recorder, layer=TASK_NAME)
+        rows_exchange = RowExchange(
+            exchange=exchange, layout=layout, recorder=recorder, layer=TASK_NAME, dtype=make.dtype, wire=make.dtype
+        )
+        out = exchange_rows(before, rows_exchange)
         make.evict()
         out.backward(torch.ones_like(out))
 

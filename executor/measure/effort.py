@@ -156,6 +156,8 @@ def case_shapes(effort: Effort) -> Iterator[tuple[TaskKind, tuple[int, ...]]]:
     for rows in effort.rows:
         yield TaskKind.LINEAR, (rows, effort.widths[-1], 10)
         yield TaskKind.LOSS, (rows, rows // 2, 10)
+        yield TaskKind.COPY_ROWS, (rows, effort.widths[-1])
+        yield TaskKind.MERGE, (rows, rows // 2, 8, effort.widths[-1] // 8)
     for edges in effort.edges:
         yield TaskKind.EDGE_BIAS, (edges, 8)
     for elements in (20_000, 200_000, 2_000_000):

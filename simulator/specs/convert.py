@@ -109,9 +109,16 @@ def _reader(hint: Any, units: bool) -> Convert:
     if origin is tuple:
         return partial(_read_entries, [_reader(argument, units) for argument in arguments])
     assert origin in (types.UnionType, typing.Union), hint
-    if float in arguments:
-        return partial(_optional, _reader(float, units))
+    if (single := _single_value(arguments)) is not None:
+        return partial(_optional, _reader(single, units))
     return partial(_read_union, arguments, units)
+
+
+def _single_value(arguments: tuple[Any, ...]) -> Any:
+    """Return what a union of one plain value and nothing may hold; None for unions of tables."""
+    kinds = [kind for kind in arguments if kind is not types.NoneType]
+    is_plain = len(kinds) == 1 and (kinds[0] in _SCALAR_READERS or issubclass(kinds[0], StrEnum))
+    return kinds[0] if is_plain else None
 
 
 def _table_reader(kind: Any, units: bool) -> Convert:
@@ -314,8 +321,8 @@ def _writer(hint: Any, units: bool) -> Convert:
         writers = [_writer(argument, units) for argument in arguments]
         return lambda items: [write(item) for write, item in zip(writers, items, strict=True)]
     assert origin in (types.UnionType, typing.Union), hint
-    if float in arguments:
-        return partial(_optional, _writer(float, units))
+    if (single := _single_value(arguments)) is not None:
+        return partial(_optional, _writer(single, units))
     return partial(_write_union, units)
 
 

@@ -27,8 +27,10 @@ class TaskKind(StrEnum):
     RESIDUAL = "residual"
     HALO_PACK = "halo_pack"
     PAD_ROWS = "pad_rows"
+    COPY_ROWS = "copy_rows"
     EDGE_BIAS = "edge_bias"
     ATTENTION = "attention"
+    MERGE = "merge"
     LOSS = "loss"
     CLIP = "clip"
     OPTIMIZER = "optimizer"
@@ -75,10 +77,13 @@ SHAPE_FIELDS: dict[TaskKind, tuple[str, ...]] = {
     TaskKind.GELU: ("rows", "columns"),
     TaskKind.DROPOUT: ("rows", "columns"),
     TaskKind.RESIDUAL: ("rows", "columns"),
-    # Own rows to the front of the exchange buffer, rows that others need to a message; backward, the sum of both.
+    # Own rows to the front of the exchange buffer (0 where they stay), rows that others need to a message; backward,
+    # the sum of both (with 0 rows, added in place).
     TaskKind.HALO_PACK: ("rows", "rows_sent", "columns"),
     # Own rows to a buffer of as many rows as the largest part has; backward, the way back.
     TaskKind.PAD_ROWS: ("rows", "rows_padded", "columns"),
+    # Rows to another layout or number format, forward and backward.
+    TaskKind.COPY_ROWS: ("rows", "columns"),
     TaskKind.EDGE_BIAS: ("edges", "heads"),
     # Of the edges, those of targets, and those of sources, with more than MAX_SHORT_EDGES of them.
     TaskKind.ATTENTION: (
@@ -90,6 +95,8 @@ SHAPE_FIELDS: dict[TaskKind, tuple[str, ...]] = {
         "heads",
         "head_size",
     ),
+    # Attention over two sets of edges to that over both, of the last rows; the others have edges of the first set.
+    TaskKind.MERGE: ("rows", "rows_merged", "heads", "head_size"),
     TaskKind.LOSS: ("rows", "rows_labelled", "columns"),
     TaskKind.CLIP: ("elements", "tensors"),
     TaskKind.OPTIMIZER: ("elements", "tensors"),

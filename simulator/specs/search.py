@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from simulator.specs.checks import require, require_positive
+from simulator.specs.checks import require, require_at_least, require_positive
 from simulator.specs.gradients import GradientCompression
 from simulator.specs.order import NodeOrder
-from simulator.specs.plan import Exchange, Recompute
+from simulator.specs.plan import Exchange, ExchangePayload, Recompute
 from simulator.specs.units import MIB, Dtype
 
 
@@ -24,6 +24,9 @@ class SearchSpec:
     Attributes:
         num_ranks: numbers of ranks to try; empty for every power of two up to the cluster, and the cluster.
         batches, exchanges, recomputes, precisions: choices to try.
+        exchange_overlaps, exchange_payloads: choices to try where rows of others travel.
+        exchange_precisions: number formats to try of what travels, beside that of the plan; skipped where not shorter.
+        exchange_chunk_bytes: bound of a message to try beside none, for plans whose buffers would not fit; 0 for none.
         gradient_bucket_bytes: sizes of buckets to try; without overlap the largest is taken, as its latency is least.
         overlap_gradients: whether buckets are reduced beside the backward pass; empty for both on GPUs, and for false
             on CPUs, whose cores would have to move the bytes too.
@@ -35,9 +38,13 @@ class SearchSpec:
 
     num_ranks: tuple[int, ...] = ()
     batches: tuple[BatchKind, ...] = (BatchKind.FULL_GRAPH,)
-    exchanges: tuple[Exchange, ...] = (Exchange.HALO, Exchange.ALL_GATHER)
+    exchanges: tuple[Exchange, ...] = (Exchange.HALO, Exchange.ALL_GATHER, Exchange.HEAD_ALL_TO_ALL)
     recomputes: tuple[Recompute, ...] = (Recompute.NONE, Recompute.LAYER)
     precisions: tuple[Dtype, ...] = (Dtype.FLOAT32,)
+    exchange_overlaps: tuple[bool, ...] = (False, True)
+    exchange_payloads: tuple[ExchangePayload, ...] = tuple(ExchangePayload)
+    exchange_precisions: tuple[Dtype, ...] = ()
+    exchange_chunk_bytes: int = 0
     gradient_bucket_bytes: tuple[int, ...] = (1 * MIB, 5 * MIB, 25 * MIB)
     overlap_gradients: tuple[bool, ...] = ()
     gradient_compressions: tuple[GradientCompression, ...] = (GradientCompression(),)
@@ -47,10 +54,21 @@ class SearchSpec:
 
     def __post_init__(self) -> None:
         require_positive(parts_per_replica=self.parts_per_replica)
+        require_at_least(0, exchange_chunk_bytes=self.exchange_chunk_bytes)
         for size in self.gradient_bucket_bytes:
             require(size >= 4, "gradient_bucket_bytes", "must hold sizes of 4 bytes or more", size)
-        choices = ("batches", "exchanges", "recomputes", "precisions", "orders")
-        for field in (*choices, "gradient_bucket_bytes", "gradient_compressions"):
+        choices = (
+            "batches",
+            "exchanges",
+            "recomputes",
+            "precisions",
+            "orders",
+            "exchange_overlaps",
+            "exchange_payloads",
+            "gradient_bucket_bytes",
+            "gradient_compressions",
+        )
+        for field in choices:
             require(len(getattr(self, field)) > 0, field, "must name at least one choice", getattr(self, field))
         for num_ranks in self.num_ranks:
             require(num_ranks >= 1, "num_ranks", "must hold numbers >= 1", num_ranks)

@@ -1,6 +1,6 @@
 """What a task of each kind does, as the profiler shows it: the operators that must have run, with their operands."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from simulator.specs.model import NUM_DEGREE_BUCKETS
@@ -26,13 +26,16 @@ GOVERNED = frozenset(
 )
 
 
+ANY = -10  # a size
+
+
 @dataclass(frozen=True, kw_only=True)
 class Expected:
     """An operator that must have run in a task.
 
     Attributes:
         names: any of these.
-        dims: sizes of its first arguments.
+        dims: sizes of its first arguments; `ANY` for one that the task does not count.
         type: number format of its first argument; any if empty.
         numbers: arguments that are no tensors, by position, as text.
     """
@@ -46,7 +49,8 @@ class Expected:
         """Return whether this is the operator."""
         return (
             operator.name in self.names
-            and operator.dims[: len(self.dims)] == self.dims
+            and len(operator.dims) >= len(self.dims)
+            and all(map(_fits, self.dims, operator.dims))
             and (not self.type or operator.types[:1] == (self.type,))
             and all(operator.numbers[position : position + 1] == (text,) for position, text in self.numbers)
         )
@@ -72,6 +76,13 @@ class ExpectedOperand:
 
     def __str__(self) -> str:
         return f"a tensor {' or '.join(map(str, self.sizes))}"
+
+
+def _fits(expected: Dims, found: Dims) -> bool:
+    """Return whether the sizes of an argument are those expected."""
+    return len(expected) == len(found) and all(
+        size in (ANY, other) for size, other in zip(expected, found, strict=True)
+    )
 
 
 def missing_evidence(task: Task, observed: ObservedTask) -> list[str]:
@@ -126,7 +137,7 @@ def _expected_operands(task: Task) -> tuple[Operands, ...]:
     return ()
 
 
-def _expected_operators(task: Task) -> list[Expected] | list[ExpectedOperand]:
+def _expected_operators(task: Task) -> Sequence[Expected | ExpectedOperand]:
     backward = task.phase is Phase.BACKWARD
     match task.kind:
         case TaskKind.LINEAR | TaskKind.INPUT_LINEAR | TaskKind.PROJECTION | TaskKind.SPARSE_LINEAR:
@@ -135,6 +146,10 @@ def _expected_operators(task: Task) -> list[Expected] | list[ExpectedOperand]:
             return _attention(task)
         case TaskKind.HALO_PACK | TaskKind.PAD_ROWS:
             return _packing(task)
+        case TaskKind.COPY_ROWS:
+            return [_copied_rows(*task.shape)]
+        case TaskKind.MERGE:
+            return _merging(task)
         case TaskKind.LAYER_NORM:
             return [
                 _aten("native_layer_norm_backward" if backward else "native_layer_norm", task.shape, dtype=task.dtype)
@@ -216,12 +231,14 @@ def _attention(task: Task) -> list[ExpectedOperand]:
 def _packing(task: Task) -> list[Expected]:
     rows, others, columns = task.shape
     if task.kind is TaskKind.HALO_PACK:
+        # Own rows that stay where they are have no count: to select from them, or to add to them in place.
+        own = (rows or ANY, columns)
         if task.phase is Phase.BACKWARD:
-            return [_aten("index_add", (rows, columns), (), (others,), (others, columns), dtype=task.dtype)]
-        return [
-            _aten("index_select", (rows, columns), (), (others,), dtype=task.dtype),
-            _aten("copy_", (rows, columns), (rows, columns), dtype=task.dtype),
-        ]
+            names = ("aten::index_add",) if rows else ("aten::index_add_", "aten::index_add")
+            dims = (own, (), (others,), (others, columns))
+            return [Expected(names=names, dims=dims, type=TYPES[task.dtype])]
+        selected = _aten("index_select", own, (), (others,), dtype=task.dtype)
+        return [selected, _aten("copy_", own, own, dtype=task.dtype)] if rows else [selected]
     if task.phase is not Phase.BACKWARD:
         return [
             _aten("copy_", (rows, columns), (rows, columns), dtype=task.dtype),
@@ -230,6 +247,22 @@ def _packing(task: Task) -> list[Expected]:
     # A view of the first rows, which is no operator at all where they are all there are.
     taken = Expected(names=("aten::slice",), dims=((others, columns),), numbers=((3, str(rows)),))
     return [taken] if others > rows else []
+
+
+def _copied_rows(rows: int, columns: int) -> ExpectedOperand:
+    """Return the operand of a copy; queries apart from keys and values have a third of the columns."""
+    thirds = ((rows, columns // 3),) if columns % 3 == 0 else ()
+    return ExpectedOperand(sizes=((rows, columns), *thirds))
+
+
+def _merging(task: Task) -> list[Expected]:
+    rows, merged, heads, head_size = task.shape
+    part, weights = (merged, heads, head_size), (merged, heads, 1)
+    others = (rows - merged, heads, head_size)
+    copied = _aten("copy_", others, others, dtype=task.dtype)
+    if task.phase is Phase.BACKWARD:
+        return [copied, _aten("mul", weights, part), _aten("mul", weights, part)]
+    return [copied, _aten("mul", weights, part), _aten("addcmul", part, weights, part)]
 
 
 def _aten(name: str, *dims: tuple[int, ...], dtype: Dtype | None = None) -> Expected:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from simulator.specs.gradients import CompressionKind, GradientCompression
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import EdgeBias, ModelSpec
 from simulator.specs.order import NodeOrder, OrderSpec
-from simulator.specs.plan import Exchange, Plan, Recompute, batch_parts
+from simulator.specs.plan import Exchange, ExchangePayload, Plan, Recompute, batch_parts
 from simulator.specs.train import TrainSpec
 from simulator.specs.units import MIB, Dtype
 from simulator.workload import parameter_shapes
@@ -22,7 +23,8 @@ from tests.executor.made_graphs import CUTS, GRAPHS, partition_of, spec_of
 
 NUM_STEPS = 20
 MOST_RANKS = 4
-NONE, HALO, ALL_GATHER = Exchange
+NONE, HALO, ALL_GATHER, HEADS = Exchange
+ROWS = ExchangePayload.ROWS
 KEEP, AGAIN = Recompute
 AS_THEY_ARE = GradientCompression()
 IN_BF16 = GradientCompression(kind=CompressionKind.BF16)
@@ -41,6 +43,8 @@ class ParityCase:
         parts_per_batch: 0 for one part a rank of the graph group.
         extras: dropout, edge bias and encodings are in the model.
         ordered: ranks hold their nodes in another order than the graph has them.
+        overlaps, payload, wire, chunk_bytes: how rows travel, as in the plan.
+        num_heads: of the model.
     """
 
     graph_name: str = "awkward"
@@ -57,6 +61,11 @@ class ParityCase:
     gradient_compression: GradientCompression = AS_THEY_ARE
     extras: bool = False
     ordered: bool = False
+    overlaps: bool = False
+    payload: ExchangePayload = ExchangePayload.KEYS_AND_VALUES
+    wire: Dtype | None = None
+    chunk_bytes: int | None = None
+    num_heads: int = 2
 
     @property
     def num_ranks(self) -> int:
@@ -78,7 +87,7 @@ class ParityCase:
         """The model."""
         return ModelSpec(
             width=16,
-            num_heads=2,
+            num_heads=self.num_heads,
             num_layers=2,
             feed_forward_width=24,
             dropout_ratio=0.3 if self.extras else 0.0,
@@ -119,6 +128,10 @@ class ParityCase:
             overlap_gradients=self.overlap_gradients,
             gradient_compression=self.gradient_compression,
             order=self.order,
+            overlap_exchange=self.overlaps,
+            exchange_payload=self.payload,
+            exchange_precision=self.wire,
+            exchange_chunk_bytes=self.chunk_bytes,
         )
 
     @cached_property
@@ -219,6 +232,43 @@ def _graph_parallel(ranks: int) -> dict[str, ParityCase]:
     }
 
 
+# Three ranks share heads and rows less evenly than two, so they try all.
+ON_TWO_RANKS = ("halo of rows", "halo of rows, overlapped", "halo, overlapped", "heads, all extras", "one head")
+
+
+def _exchange_choices(ranks: int) -> dict[str, ParityCase]:
+    """Return every exchange with every way in which rows travel."""
+    extras: dict[str, Any] = {"extras": True, "recompute": (KEEP, AGAIN)}
+    found: dict[str, ParityCase] = {}
+    for name, exchange in {"halo": HALO, "all-gather": ALL_GATHER}.items():
+        plain = ParityCase(graph_parallel_degree=ranks, exchange=(exchange, exchange))
+        found |= {
+            f"{name} of rows": replace(plain, payload=ROWS, **extras),
+            f"{name}, overlapped": replace(plain, overlaps=True),
+            f"{name} of rows, overlapped": replace(plain, payload=ROWS, overlaps=True, **extras),
+            f"{name}, chunks": replace(plain, chunk_bytes=1000, graph_name="sparse", **extras),
+            f"{name} of rows, overlapped, chunks": replace(
+                plain, payload=ROWS, overlaps=True, chunk_bytes=300, ordered=True, **extras
+            ),
+            f"{name}, overlapped, a part without edges": replace(plain, overlaps=True, cut="lonely last"),
+            f"{name} of rows, overlapped, no edges": replace(plain, payload=ROWS, overlaps=True, graph_name="edgeless"),
+        }
+    heads = ParityCase(graph_parallel_degree=ranks, exchange=(HEADS, HEADS), num_heads=4)
+    return found | {
+        "heads": heads,
+        "heads, all extras": replace(heads, ordered=True, **extras),
+        "heads, chunks": replace(heads, chunk_bytes=2000, graph_name="sparse", **extras),
+        "heads, a part without edges": replace(heads, cut="lonely last"),
+        "heads, no edges": replace(heads, graph_name="edgeless"),
+        "one head": replace(heads, num_heads=1, **extras),
+        "heads and halo, overlapped": replace(heads, exchange=(HEADS, HALO), overlaps=True, payload=ROWS, **extras),
+        "heads, clusters": replace(heads, num_parts=2 * ranks + 1, **extras),
+        "halo and all-gather, overlapped, clusters": replace(
+            heads, exchange=(HALO, ALL_GATHER), overlaps=True, num_parts=2 * ranks + 1, chunk_bytes=1000, **extras
+        ),
+    }
+
+
 def _data_parallel(ranks: int) -> dict[str, ParityCase]:
     return {
         "one part each": ParityCase(data_parallel_degree=ranks, num_parts=2 * ranks + 1, cut="lonely last"),
@@ -244,6 +294,8 @@ def _several_ranks() -> dict[str, ParityCase]:
     for ranks in (2, 3):
         found |= {f"{ranks} graph ranks, {name}": case for name, case in _graph_parallel(ranks).items()}
         found |= {f"{ranks} replicas, {name}": case for name, case in _data_parallel(ranks).items()}
+    found |= {f"3 graph ranks, {name}": case for name, case in _exchange_choices(3).items()}
+    found |= {f"2 graph ranks, {name}": case for name, case in _exchange_choices(2).items() if name in ON_TWO_RANKS}
     tiny = ParityCase(graph_name="two nodes", cut="by node", graph_parallel_degree=3)
     return found | {
         "3 graph ranks on two nodes, halo": replace(tiny, exchange=(HALO, HALO)),
@@ -259,6 +311,27 @@ def _several_ranks() -> dict[str, ParityCase]:
             gradient_bucket_bytes=SMALL_BUCKETS,
         ),
         "4 graph ranks": ParityCase(graph_parallel_degree=4, exchange=(ALL_GATHER, HALO), graph_name="sparse"),
+        "3 graph ranks on two nodes, overlapped": replace(
+            tiny, exchange=(HALO, ALL_GATHER), overlaps=True, extras=True
+        ),
+        "3 graph ranks on two nodes, heads": replace(tiny, exchange=(HEADS, HEADS), extras=True),
+        "2 replicas of 2 graph ranks, overlapped": ParityCase(
+            data_parallel_degree=2,
+            graph_parallel_degree=2,
+            num_parts=5,
+            exchange=(HALO, ALL_GATHER),
+            recompute=(KEEP, AGAIN),
+            overlaps=True,
+            payload=ROWS,
+            extras=True,
+        ),
+        "2 replicas of 2 graph ranks, heads": ParityCase(
+            data_parallel_degree=2, graph_parallel_degree=2, num_parts=4, exchange=(HEADS, HEADS), num_heads=1
+        ),
+        "4 graph ranks, overlapped": ParityCase(
+            graph_parallel_degree=4, exchange=(HALO, HALO), overlaps=True, recompute=(AGAIN, AGAIN), extras=True
+        ),
+        "4 graph ranks, heads": ParityCase(graph_parallel_degree=4, exchange=(HEADS, HEADS), extras=True),
     }
 
 
@@ -298,6 +371,24 @@ def _bfloat16() -> dict[str, ParityCase]:
         "2 graph ranks, bf16": ParityCase(
             graph_parallel_degree=2, exchange=(HALO, ALL_GATHER), precision=half, recompute=(AGAIN, KEEP)
         ),
+        "3 graph ranks, overlapped, bf16": ParityCase(
+            graph_parallel_degree=3, exchange=(HALO, ALL_GATHER), overlaps=True, precision=half, extras=True
+        ),
+        "3 graph ranks, heads, bf16": ParityCase(
+            graph_parallel_degree=3, exchange=(HEADS, HEADS), precision=half, payload=ExchangePayload.KEYS_AND_VALUES
+        ),
+        **{
+            f"3 graph ranks, exchange in bf16, {name}": ParityCase(
+                graph_parallel_degree=3, exchange=exchange, wire=half, recompute=(AGAIN, KEEP), **choices
+            )
+            for name, exchange, choices in (
+                ("halo and all-gather", (HALO, ALL_GATHER), {}),
+                ("halo and all-gather of rows", (HALO, ALL_GATHER), {"payload": ROWS, "chunk_bytes": 300}),
+                ("overlapped", (HALO, ALL_GATHER), {"overlaps": True, "chunk_bytes": 600}),
+                ("of rows, overlapped", (HALO, ALL_GATHER), {"overlaps": True, "payload": ROWS}),
+                ("heads", (HEADS, HEADS), {}),
+            )
+        },
         "2 replicas, bf16": ParityCase(graph_name="sparse", data_parallel_degree=2, num_parts=5, precision=half),
         "2 graph ranks, bf16, buckets beside": ParityCase(
             graph_parallel_degree=2,

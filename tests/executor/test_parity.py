@@ -11,6 +11,7 @@ from torch import Tensor
 
 from simulator.constraints import violations
 from simulator.specs.cluster import BUILT_IN_CLUSTERS
+from simulator.specs.plan import ROW_EXCHANGES, ExchangePayload
 from tests.executor.dense_reference import Parameters, ReferenceRun, accuracy_ratios, train_reference
 from tests.executor.parity_cases import CASES, EXACT_CASES, LOSSY_CASES, NUM_STEPS, ROUNDED_CASES, ParityCase
 from tests.executor.parity_ranks import RankResult, result_of, run_parity_cases
@@ -30,12 +31,12 @@ def parity_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reference_of(case: ParityCase) -> ReferenceRun:
     """Return how one process trains; cases that differ in how the work is spread share it."""
     blocks = tuple(case.blocks(step).tobytes() for step in range(NUM_STEPS))
-    return _cached_reference(case.graph_name, case.extras, blocks)
+    return _cached_reference(case.graph_name, case.extras, case.num_heads, blocks)
 
 
 @functools.cache
-def _cached_reference(graph_name: str, extras: bool, blocks: tuple[bytes, ...]) -> ReferenceRun:
-    case = ParityCase(graph_name=graph_name, extras=extras)
+def _cached_reference(graph_name: str, extras: bool, num_heads: int, blocks: tuple[bytes, ...]) -> ReferenceRun:
+    case = ParityCase(graph_name=graph_name, extras=extras, num_heads=num_heads)
     return train_reference(case.problem, case.initial, [np.frombuffer(block, np.int64) for block in blocks])
 
 
@@ -57,6 +58,29 @@ def test_parity(name, parity_folder):
     found, expected = result_of(parity_folder, name, 0), reference_of(case)
     assert found.losses == pytest.approx(expected.losses, rel=EXACT)
     assert gradient_error(found, expected) < EXACT
+
+
+TWINS = [
+    (name, other)
+    for name, case in EXACT_CASES.items()
+    for other, plain in EXACT_CASES.items()
+    if case.overlaps and plain == replace(case, overlaps=False)
+]
+
+
+@pytest.mark.parametrize(("name", "plain"), TWINS)
+def test_parity_of_overlap_on_and_off(name, plain, parity_folder):
+    # Case R19.
+    found, expected = (result_of(parity_folder, each, 0) for each in (name, plain))
+    assert found.losses == pytest.approx(expected.losses, rel=EXACT)
+    right = flat(expected.first_gradient)
+    assert float((flat(found.first_gradient) - right).abs().max()) < EXACT * float(right.abs().max())
+
+
+def test_overlap_has_twins_of_every_exchange_and_payload():
+    assert {(CASES[name].exchange[0], CASES[name].payload) for name, _ in TWINS} == {
+        (exchange, payload) for exchange in ROW_EXCHANGES for payload in ExchangePayload
+    }
 
 
 @pytest.mark.parametrize("name", ROUNDED_CASES)

@@ -6,7 +6,7 @@ import pytest
 from planner.explain import Breakdown, breakdown, description, order_reason, reason_lost
 from simulator.specs.decision import PlanFile
 from simulator.specs.order import NodeOrder, OrderSpec, RankedOrder
-from simulator.specs.plan import Exchange, Recompute
+from simulator.specs.plan import Exchange, ExchangePayload, Recompute
 from simulator.specs.program import Phase, Stream, TaskKind
 from simulator.specs.trace import Span, Trace, TraceOrigin
 from simulator.specs.train import TrainSpec
@@ -31,6 +31,16 @@ def parts(num_parts: int):
         (
             made_plan(parts(2), num_layers=3, exchange=(Exchange.HALO, Exchange.ALL_GATHER, Exchange.HALO)),
             "2 ranks: full graph on 2 (halo/all_gather), fp32",
+        ),
+        (
+            made_plan(
+                parts(2),
+                overlap_exchange=True,
+                exchange_payload=ExchangePayload.ROWS,
+                exchange_precision=Dtype.BFLOAT16,
+                exchange_chunk_bytes=3 * 2**20,
+            ),
+            "2 ranks: full graph on 2 (halo of rows, overlapped, in bf16, at most 3 MiB a message), fp32",
         ),
         (
             made_plan(parts(1), recompute=(Recompute.LAYER, Recompute.NONE)),

@@ -9,13 +9,14 @@ from planner.space import candidates, rank_counts
 from simulator.constraints import violations
 from simulator.specs.cluster import DeviceKind
 from simulator.specs.gradients import CompressionKind, GradientCompression
-from simulator.specs.plan import Exchange, PartitionSpec, Plan, Recompute
+from simulator.specs.plan import Exchange, ExchangePayload, PartitionSpec, Plan, Recompute
 from simulator.specs.search import BatchKind, SearchSpec
 from simulator.specs.units import MIB, Dtype
 from tests.made import equal_parts, graph_of, made_cluster, made_model
 
 FULL, CLUSTERS = BatchKind.FULL_GRAPH, BatchKind.CLUSTERS
-ONE_CHOICE: dict[str, Any] = {"exchanges": (Exchange.HALO,), "recomputes": (Recompute.NONE,)}
+ONE_WAY: dict[str, Any] = {"exchange_overlaps": (False,), "exchange_payloads": (ExchangePayload.KEYS_AND_VALUES,)}
+ONE_CHOICE: dict[str, Any] = {"exchanges": (Exchange.HALO,), "recomputes": (Recompute.NONE,), **ONE_WAY}
 
 
 def cut(num_parts: int) -> PartitionSpec:
@@ -85,7 +86,7 @@ def test_cluster_candidates_by_hand():
 def test_every_combination_of_choices_is_there_once():
     exchanges, recomputes = (Exchange.HALO, Exchange.ALL_GATHER), tuple(Recompute)
     plans = plans_of(
-        num_ranks=(2,), exchanges=exchanges, recomputes=recomputes, precisions=tuple(Dtype), batches=(FULL,)
+        num_ranks=(2,), exchanges=exchanges, recomputes=recomputes, precisions=tuple(Dtype), batches=(FULL,), **ONE_WAY
     )
     # Layers are alike.
     found = [(plan.exchange, plan.recompute, plan.precision) for plan in plans]
@@ -93,6 +94,37 @@ def test_every_combination_of_choices_is_there_once():
         ((exchange,) * 2, (recompute,) * 2, precision)
         for exchange, recompute, precision in itertools.product(exchanges, recomputes, Dtype)
     )
+
+
+def test_every_way_in_which_rows_travel_is_there_once_plain_ones_first():
+    plans = plans_of(
+        num_ranks=(2,),
+        recomputes=(Recompute.NONE,),
+        precisions=tuple(Dtype),
+        exchange_precisions=(Dtype.BFLOAT16,),
+        exchange_chunk_bytes=2**20,
+    )
+    found = [
+        (
+            plan.exchange[0],
+            plan.overlap_exchange,
+            plan.exchange_payload,
+            plan.precision,
+            plan.exchange_precision,
+            plan.exchange_chunk_bytes,
+        )
+        for plan in plans
+    ]
+    kv, half = ExchangePayload.KEYS_AND_VALUES, Dtype.BFLOAT16
+    # An exchange of heads waits for all rows and sends what attention takes; a plan in bf16 sends nothing shorter.
+    ways = [
+        *itertools.product((Exchange.HALO, Exchange.ALL_GATHER), (False, True), ExchangePayload),
+        (Exchange.HEAD_ALL_TO_ALL, False, kv),
+    ]
+    formats = [(Dtype.FLOAT32, None), (Dtype.FLOAT32, half), (half, None)]
+    assert len(set(found)) == len(found)
+    assert set(found) == {(*way, *numbers, chunk) for way in ways for numbers in formats for chunk in (None, 2**20)}
+    assert found[0] == (Exchange.HALO, False, kv, Dtype.FLOAT32, None, None)
 
 
 def test_one_rank_exchanges_nothing_whatever_exchanges_are_allowed():
@@ -152,6 +184,8 @@ searches = st.builds(
     SearchSpec,
     batches=st.sampled_from([(FULL,), (CLUSTERS,), (FULL, CLUSTERS)]),
     parts_per_replica=st.integers(1, 4),
+    exchange_precisions=st.sampled_from([(), (Dtype.BFLOAT16,)]),
+    exchange_chunk_bytes=st.sampled_from([0, 10_000]),
 )
 
 
@@ -171,6 +205,10 @@ def test_every_candidate_that_fits_the_cluster_is_legal(search, devices):
         {"num_ranks": (2,)},
         {"batches": (CLUSTERS,)},
         {"exchanges": (Exchange.HALO,)},
+        {"exchange_overlaps": (True,)},
+        {"exchange_payloads": (ExchangePayload.ROWS,)},
+        {"exchange_precisions": (Dtype.BFLOAT16,)},
+        {"exchange_chunk_bytes": 2**20},
         {"recomputes": (Recompute.LAYER,)},
         {"precisions": (Dtype.BFLOAT16,)},
         {"batches": (CLUSTERS,), "parts_per_replica": 5},

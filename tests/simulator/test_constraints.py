@@ -5,8 +5,9 @@ import pytest
 from simulator.constraints import step_mode_of, training_violations, violations
 from simulator.specs.cluster import DeviceKind
 from simulator.specs.gradients import CompressionKind, GradientCompression
-from simulator.specs.plan import Exchange, Plan, Recompute, StepMode
+from simulator.specs.plan import Exchange, ExchangePayload, Plan, Recompute, StepMode
 from simulator.specs.train import TrainSpec
+from simulator.specs.units import Dtype
 from tests.made import equal_parts, graph_of, made_cluster, made_model, made_plan
 
 FOUR = equal_parts(4, num_nodes=400, num_edges=1600, halo_rows=10)
@@ -85,7 +86,7 @@ def test_every_layer_has_its_exchange():
 
 def test_several_ranks_exchange_and_one_does_not():
     assert reasons(made_plan(FOUR, exchange=(Exchange.HALO, Exchange.NONE))) == [
-        "exchange[1] must not be none when plan.graph_parallel_degree=4: use halo or all_gather"
+        "exchange[1] must not be none when plan.graph_parallel_degree=4: use halo, all_gather or head_all_to_all"
     ]
     alone = made_plan(FOUR, graph_parallel_degree=1, parts_per_batch=4, exchange=(Exchange.ALL_GATHER, Exchange.NONE))
     assert reasons(alone) == ["exchange[0] must be none when plan.graph_parallel_degree=1, got all_gather"]
@@ -175,3 +176,59 @@ def test_all_reasons_are_told():
     assert "plan.parts_per_batch=1" in found[1]
     assert found[2].startswith("exchange[0]")
     assert found[3].startswith("exchange[1]")
+
+
+# --- How rows travel.
+
+
+def test_choices_of_how_rows_travel_need_an_exchange_that_has_them():
+    # Case R23: no option without effect.
+    heads = (Exchange.HEAD_ALL_TO_ALL,) * 2
+    where = "when no layer exchanges by all_gather or halo"
+    assert reasons(made_plan(FOUR, exchange=heads, overlap_exchange=True)) == [
+        f"overlap_exchange must be false {where}: attention by heads needs all rows before it begins"
+    ]
+    assert reasons(made_plan(FOUR, exchange=heads, exchange_payload=ExchangePayload.ROWS)) == [
+        f"exchange_payload must be keys_and_values {where}, got rows"
+    ]
+    mixed = (Exchange.HEAD_ALL_TO_ALL, Exchange.HALO)
+    assert reasons(made_plan(FOUR, exchange=mixed, overlap_exchange=True, exchange_payload=ExchangePayload.ROWS)) == []
+
+
+def test_a_lone_rank_has_no_number_format_and_no_bound_of_messages():
+    alone = made_plan(
+        FOUR,
+        graph_parallel_degree=1,
+        parts_per_batch=4,
+        exchange_precision=Dtype.BFLOAT16,
+        exchange_chunk_bytes=1000,
+    )
+    assert reasons(alone) == [
+        "exchange_precision must be left out when no layer exchanges, got bf16",
+        "exchange_chunk_bytes must be left out when no layer exchanges, got 1000",
+    ]
+
+
+@pytest.mark.parametrize("precision", Dtype)
+def test_what_travels_has_a_shorter_format_or_none_of_its_own(precision):
+    plan = made_plan(FOUR, precision=Dtype.BFLOAT16, exchange_precision=precision)
+    assert reasons(plan) == [
+        f"exchange_precision must be shorter than plan.precision=bf16 or left out, got {precision}"
+    ]
+    assert reasons(made_plan(FOUR, exchange_precision=Dtype.BFLOAT16)) == []
+
+
+def test_a_message_holds_a_row_for_each_other_rank():
+    # Keys and values of 16 columns in fp32, for three others: 384 bytes.
+    assert reasons(made_plan(FOUR, exchange_chunk_bytes=384)) == []
+    assert reasons(made_plan(FOUR, exchange_chunk_bytes=383)) == [
+        "exchange_chunk_bytes must hold a row for each other rank in halo, got 383: raise it or leave it out"
+    ]
+
+
+def test_heads_need_not_divide_by_ranks():
+    # Case R23: five ranks share four heads, so one has none.
+    partition = equal_parts(5, num_nodes=1000, num_edges=5000)
+    plan = made_plan(partition, exchange=(Exchange.HEAD_ALL_TO_ALL,) * 2)
+    cluster = made_cluster(devices_per_host=5)
+    assert violations(plan, graph_of(partition), made_model(num_heads=4), cluster) == []
