@@ -56,7 +56,7 @@ Programs write JSON in base units. `plan.json` (a `PlanFile`), `calibration.json
 
     {
       "format": "graphpilot plan",
-      "schema_version": 2,
+      "schema_version": 3,
       "content_sha256": "6f0c...",  # of the content without white space, keys sorted: shows any later change
       "content": {"graph": {"source": {"path": "/data/cora.npz", ...}, "num_nodes": 2708, ...}, "plan": {...}, ...}
     }
