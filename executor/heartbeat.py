@@ -1,6 +1,6 @@
 """Every rank tells the others where it is, and all end when one of them is missing.
 
-A thread writes a beat into the store about every second. Neither it nor the main thread syncs with the device. While
+A thread writes a beat into the store four times a second. Neither it nor the main thread syncs with the device. While
 this rank gets no further, the thread reads the beats of the others, and judges (`executor/missing.py`). The first
 verdict in the store is everybody's: each rank leaves it as its error and ends its process, since its main thread may
 be stuck in a collective, where no exception reaches it.
@@ -33,11 +33,13 @@ from executor.launch import (
 from executor.missing import NO_BEAT, SILENT_SECONDS, Beat, Seen, beat_from_json, lost_sentence, verdict
 from executor.position import Position
 from simulator.errors import RunError
+from simulator.specs.files import remove_unfinished
 
 # Until the process groups are made: graphs are read, and eigenvectors computed on hosts that have not cached them.
 # torch itself waits so long for ranks to meet.
 SET_UP_SECONDS = 1800.0
-_PERIOD_SECONDS = 1.0
+# A beat costs a rank 0.2 ms of a thread, and the store two requests.
+_PERIOD_SECONDS = 0.25
 # Ranks that end for one reason wait so long for one another, so that each says it before a launcher ends it.
 _LEAVING_SECONDS = 3.0
 # Ranks that a failure ends wait so long for the rank that failed, or for its launcher, to say it first and better.
@@ -77,6 +79,7 @@ class Heartbeat:
 
     def __enter__(self) -> "Heartbeat":
         if self._num_ranks > 1:
+            self._send()
             for thread in self._threads:
                 thread.start()
         return self
@@ -96,6 +99,8 @@ class Heartbeat:
     def failures_told(self) -> Iterator[None]:
         """Tell the other ranks of what fails inside, and say who is missing when another rank is.
 
+        A rank that was killed cannot remove what it left unfinished.
+
         Raises:
             LostPeerError: instead of what torch says of a rank that has gone.
         """
@@ -110,16 +115,13 @@ class Heartbeat:
                 self._tell(f"{reason}, so all ranks ended", is_lost=True)
                 raise
             self._failure = LostPeerError(self._reason_of_loss(error))
+            remove_unfinished(self._folder)
             raise self._failure from error
-
-    @property
-    def _period_seconds(self) -> float:
-        return min(_PERIOD_SECONDS, self.timeout_seconds / 4)
 
     # --- The thread that beats.
 
     def _beat_on(self) -> None:
-        while not self._done.wait(self._period_seconds):
+        while not self._done.wait(_PERIOD_SECONDS):
             # The store may be gone, or not answer for a while; `_guard` judges that.
             with contextlib.suppress(RuntimeError):
                 self._beat()
@@ -129,7 +131,7 @@ class Heartbeat:
             still_seconds = self._send()
             if self._failure is None and self._store.check(["verdict"]):
                 self._obey(json.loads(self._store.get("verdict")))
-            if self._failure is None and still_seconds > self._period_seconds:
+            if self._failure is None and still_seconds > _PERIOD_SECONDS:
                 ranks = self._look()
                 if found := verdict(ranks, self._rank, self.timeout_seconds):
                     self._obey(self._tell(found, is_lost=False))
@@ -149,7 +151,7 @@ class Heartbeat:
             is_waiting=position.is_waiting,
             place=place[1],
             still_seconds=now - self._since,
-            is_in_call=now - self._since > self._period_seconds and _is_in_call(),
+            is_in_call=now - self._since > _PERIOD_SECONDS and _is_in_call(),
             has_ended=has_ended,
             **self._process,
         )
@@ -207,7 +209,7 @@ class Heartbeat:
     def _guard(self) -> None:
         """End this rank if the store does not answer while it is stuck, or if it cannot end after a failure."""
         place, since = "", time.monotonic()
-        while not self._done.wait(self._period_seconds):
+        while not self._done.wait(_PERIOD_SECONDS):
             now = time.monotonic()
             if str(self._position) != place:
                 place, since = str(self._position), now
@@ -234,8 +236,8 @@ class Heartbeat:
         """Return who has gone, as soon as that is known; until then torchrun must not end this rank."""
         if not is_launched() and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        until = time.monotonic() + SILENT_SECONDS + 2 * self._period_seconds
-        with contextlib.suppress(RuntimeError):
+        until = time.monotonic() + SILENT_SECONDS + 2 * _PERIOD_SECONDS
+        try:
             while time.monotonic() < until and not self._store.check(["verdict"]):
                 with self._lock:
                     found = lost_sentence(self._look(), self._rank)
@@ -244,6 +246,11 @@ class Heartbeat:
                 time.sleep(0.1)
             if self._store.check(["verdict"]):
                 return str(json.loads(self._store.get("verdict"))["sentence"])
+        except RuntimeError:
+            return (
+                f"rank {self._rank} lost the store of the run in {self._position}: the host of the store, that of rank "
+                "0, is gone, so all ranks ended"
+            )
         return f"rank {self._rank} lost contact with another rank in {self._position}: {first_line(error)}"
 
 

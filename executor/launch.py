@@ -41,6 +41,7 @@ _SIGNAL_SECONDS = 0.3
 # Ranks begin after their imports, in 2 to 4 s on two busy cores; a signal waits no longer than this for them.
 _START_SECONDS = 15.0
 _HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_at_work = threading.Event()
 # What gloo, NCCL and the store say when a peer has gone; they raise plain RuntimeErrors at times.
 _LOST_PEER_TEXTS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo/transport")
 
@@ -220,6 +221,8 @@ def run_as_rank(work: Work, argument: Any) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     rank = int(os.environ["RANK"])
     try:
+        _telling_store()
+        _at_work.set()
         work(argument, _meeting_store(), rank)
     except Exception as error:
         told = _told(error, rank)
@@ -235,6 +238,12 @@ def _meeting_store() -> Store:
     return store
 
 
+@cache
+def _telling_store() -> Store:
+    """Return a connection for errors; a rank makes it before there are any, since nobody connects to a store gone."""
+    return own_connection(_meeting_store())
+
+
 def own_connection(store: Store) -> Store:
     """Return another connection to a store: while one waits for a key, it takes no other request."""
     found: Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
@@ -244,11 +253,12 @@ def own_connection(store: Store) -> Store:
 def is_first_to_tell() -> bool:
     """Return whether this rank, which torchrun started, is the first of all to tell an error."""
     try:
-        store = own_connection(_meeting_store())
+        store = _telling_store()
         store.set_timeout(timedelta(seconds=10))
         return store.add("graphpilot/errors", 1) == 1
-    except RuntimeError:  # the rank that held the store has gone, and has told why
-        return os.environ["RANK"] == "0"
+    except RuntimeError:
+        # The rank that held the store has gone: before the work it has told why, in the middle it may have been killed.
+        return os.environ["RANK"] == "0" or _at_work.is_set()
 
 
 def meet(store: Store, name: str, num_ranks: int, *, arrive: bool = True) -> None:

@@ -4,8 +4,10 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-# Ranks give a sign of life every second at most; one that gave none for so long is stopped, dead or cut off.
+# Ranks beat four times a second. One that has not for so long is stopped, dead or cut off, and not on a busy host.
 SILENT_SECONDS = 3.0
+# What the reader is told of a rank changes sooner.
+_QUIET_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,17 +132,21 @@ def _sentence(ranks: Sequence[Seen], missing: Sequence[int], awaited: str, limit
     if any(rank.beat.place != awaited for rank in seen):
         opening = f"{_names(missing)} {_have(missing)} not come to {awaited}"
     else:
-        opening = f"{_names(missing)} {_have(missing)} stopped in {awaited}"
-    fix = "" if all(rank.is_silent for rank in seen) else "; if it is only slow, raise train.collective_timeout_seconds"
+        opening = f"{_names(missing)} {_have(missing)} not got through {awaited}"
+    fix = (
+        ""
+        if all(rank.silent_seconds >= _QUIET_SECONDS for rank in seen)
+        else "; if it is only slow, raise train.collective_timeout_seconds"
+    )
     return f"{opening} within {limit_seconds:g} s; {_last_seen(ranks, missing)}{fix}"
 
 
 def _last_seen(ranks: Sequence[Seen], missing: Sequence[int]) -> str:
     seen = ranks[missing[0]]
-    ago = f"{seen.still_seconds:.0f} s ago"
-    state = ", and gives no sign of life" if seen.is_silent else ", and is still there"
+    ago = f", {seen.still_seconds:.0f} s ago"
+    state = ", and gives no sign of life" if seen.silent_seconds >= _QUIET_SECONDS else ", and is still there"
     who = "it was" if len(missing) == 1 else f"rank {missing[0]} was"
-    return f"{who} last seen in {seen.beat.place} {ago}{state}"
+    return f"{who} last seen in {seen.beat.place}{ago}{state}"
 
 
 def _names(ranks: Sequence[int]) -> str:
