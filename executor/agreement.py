@@ -23,7 +23,7 @@ class Sizes:
     """What one rank brings to the collectives of its run.
 
     Attributes:
-        counts: numbers and hashes, by what they count, that are the same on all ranks.
+        counts: numbers, by what they count, and hashes, by what they are of, that are the same on all ranks.
         layouts: by what they are for, the rows that a rank exchanges.
     """
 
@@ -78,8 +78,10 @@ def disagreement(ranks: Sequence[Sizes]) -> str:
     """Return the first thing in which ranks differ, in a sentence; empty if all fits together."""
     first = ranks[0]
     for rank, sizes in enumerate(ranks):
-        for name in first.counts.keys() | sizes.counts.keys():
-            here, there = sizes.counts.get(name, "none"), first.counts.get(name, "none")
+        for name, there in first.counts.items():
+            here = sizes.counts[name]
+            if here != there and isinstance(here, str):
+                return f"rank {rank} has another {name} than rank 0"
             if here != there:
                 return f"rank {rank} has {name} = {here}, but rank 0 has {there}"
         if sizes.layouts.keys() != first.layouts.keys():

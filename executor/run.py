@@ -197,11 +197,13 @@ def _sizes(file: PlanFile, trainer: Trainer) -> Sizes:
     """Return what this rank brings to the collectives."""
     return Sizes(
         counts={
+            "train.num_steps": file.train.num_steps,
+            "steps of an epoch": file.plan.steps_per_epoch,
+            "parameters": trainer.gradients.flat.numel(),
+            "train": content_sha256(file.train),
             "plan": content_sha256(file.plan),
             "model": content_sha256(file.model),
-            "train": content_sha256(file.train),
             "graph": file.graph.sha256,
-            "parameters": trainer.gradients.flat.numel(),
         },
         layouts={name: rows_of(layout) for name, layout in trainer.layouts().items()},
     )

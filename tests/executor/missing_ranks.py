@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # not in __all__
 
 from executor.cli_errors import told_status
@@ -44,12 +45,16 @@ class Scene:
     Attributes:
         name: of the way in which a rank misbehaves, one of `WAYS`.
         folder: in which ranks leave unfinished files.
+        num_ranks: that meet.
         bad_rank: that misbehaves.
+        kind: of their devices.
     """
 
     name: str
     folder: Path
+    num_ranks: int = NUM_RANKS
     bad_rank: int = BAD_RANK
+    kind: DeviceKind = DeviceKind.CPU
 
 
 def _sleep() -> None:
@@ -78,15 +83,15 @@ WAYS = {"sleep": _sleep, "kill": _kill, "stop": _stop, "raise": _raise, "slow": 
 def misbehave(scene: Scene, store: Store, rank: int) -> None:
     """Run three steps of two layers; the bad rank misbehaves in the second one."""
     position = Position()
-    heartbeat = Heartbeat(store, position, rank=rank, num_ranks=NUM_RANKS, folder=scene.folder)
+    heartbeat = Heartbeat(store, position, rank=rank, num_ranks=scene.num_ranks, folder=scene.folder)
     with heartbeat, heartbeat.failures_told():
         position.enter("the meeting of all ranks")
         mesh = joined_mesh(
-            DeviceKind.CPU,
+            scene.kind,
             store,
             rank=rank,
             local_rank=rank,
-            graph_parallel_degree=NUM_RANKS,
+            graph_parallel_degree=scene.num_ranks,
             timeout_seconds=TIMEOUT_SECONDS,
         )
         with mesh as place, heartbeat.failures_told():
@@ -96,11 +101,14 @@ def misbehave(scene: Scene, store: Store, rank: int) -> None:
             for step in range(3):
                 position.reach(f"step {step + 1}")
                 is_bad = step + 1 == BAD_STEP and rank == scene.bad_rank
+                numbers = torch.ones(1, device=place.device)
                 for layer in range(2):
-                    _layer(scene, recorder, layer, is_bad=is_bad)
+                    _layer(scene, recorder, layer, numbers, is_bad=is_bad)
+                with position.waiting("the sum"):
+                    numbers.item()
 
 
-def _layer(scene: Scene, recorder: Recorder, layer: int, *, is_bad: bool) -> None:
+def _layer(scene: Scene, recorder: Recorder, layer: int, numbers: Tensor, *, is_bad: bool) -> None:
     bad = WAYS[scene.name] if is_bad else None
     slow = bad if scene.name == "slow" else None
     with recorder.task(f"layer{layer}.attention", TaskKind.ATTENTION, Phase.FORWARD, ()):
@@ -110,11 +118,11 @@ def _layer(scene: Scene, recorder: Recorder, layer: int, *, is_bad: bool) -> Non
     with recorder.task(f"layer{layer}.feed_forward", TaskKind.LINEAR, Phase.FORWARD, ()):
         if slow:
             slow()
-    group = tuple(range(NUM_RANKS))
+    group = tuple(range(scene.num_ranks))
     with recorder.task(f"layer{layer}.exchange", TaskKind.ALL_REDUCE, Phase.FORWARD, (4,), group):
         if bad is not None and layer == 1 and scene.name == "stuck inside":
             bad()
-        dist.all_reduce(torch.ones(1))
+        dist.all_reduce(numbers)
 
 
 def misbehave_while_writing(scene: Scene, store: Store, rank: int) -> None:

@@ -15,6 +15,7 @@ from executor.heartbeat import Heartbeat
 from executor.launch import launch
 from executor.position import Position
 from simulator.errors import RunError
+from simulator.specs.cluster import DeviceKind
 from tests.executor.missing_ranks import NUM_RANKS, TIMEOUT_SECONDS, Scene, ended_ranks, misbehave_while_writing
 
 pytestmark = pytest.mark.dist
@@ -91,6 +92,15 @@ def test_under_torchrun_all_ranks_end_with_the_same_status(tmp_path):
     assert set(re.findall(r"exitcode\s*: (-?\d+)", done.stderr)) == {"5"}
     (told,) = [line for line in done.stderr.splitlines() if line.startswith("graphpilot: ")]
     assert re.fullmatch(f"graphpilot: {NOT_COME}, and is still there{FIX}", told), told
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["sleep", "stop", "kill"])
+def test_ranks_on_gpus_end_too_though_the_host_runs_ahead_of_the_device(tmp_path, name):
+    scene = Scene(name=name, folder=tmp_path, num_ranks=2, bad_rank=1, kind=DeviceKind.CUDA)
+    with pytest.raises(RunError, match=r"^rank 1 .* last seen in layer1\.attention of step 2"):
+        launch(misbehave_while_writing, scene, num_ranks=2, folder=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
