@@ -6,12 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
+import pynvml
 import torch
-
-try:
-    import pynvml
-except ImportError:  # nvidia-ml-py is a dependency, but of use only with NVIDIA's driver
-    pynvml = None
 
 _SYSTEM = Path("/sys/devices/system")
 _MASK_BITS = 64
@@ -84,12 +80,10 @@ def cores_text(cores: Sequence[int]) -> str:
 def cores_near_gpu(index: int) -> frozenset[int]:
     """Return the cores near a GPU of torch's numbering, by NVML, else by the PCI topology; none if neither says."""
     properties = torch.cuda.get_device_properties(index)
-    return _by_nvml(f"GPU-{properties.uuid}") or _by_pci(properties)
+    return _by_nvml(f"GPU-{getattr(properties, 'uuid', '')}") or _by_pci(properties)
 
 
 def _by_nvml(uuid: str) -> frozenset[int]:
-    if pynvml is None:
-        return frozenset()
     try:
         pynvml.nvmlInit()
         try:

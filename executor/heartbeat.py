@@ -30,6 +30,7 @@ from executor.launch import (
     note_position,
     own_connection,
 )
+from executor.mesh import COLLECTIVE_TIMEOUT_SECONDS
 from executor.missing import NO_BEAT, SILENT_SECONDS, Beat, Seen, beat_from_json, lost_sentence, verdict
 from executor.position import Position
 from simulator.errors import RunError
@@ -252,6 +253,14 @@ class Heartbeat:
                 "0, is gone, so all ranks ended"
             )
         return f"rank {self._rank} lost contact with another rank in {self._position}: {first_line(error)}"
+
+
+def backstop_seconds(timeout_seconds: float) -> float:
+    """Return after which time torch itself is to give a collective up: later, since it names no rank that is missing.
+
+    A rank that is slow in one task after the other may keep the others waiting for longer than it takes to judge it.
+    """
+    return max(4 * timeout_seconds, COLLECTIVE_TIMEOUT_SECONDS)
 
 
 def _kill(beat: Beat) -> None:

@@ -15,11 +15,10 @@ from executor.affinity import cores_of_rank, pinned
 from executor.compat import set_timeout
 from simulator.errors import RunError
 from simulator.specs.cluster import DeviceKind
-from simulator.timeout import LEAST_TIMEOUT_SECONDS
 
-# torch's own time-outs name no rank, so they come last: `executor/heartbeat.py` ends a run earlier. They are so many
-# times longer, and never shorter than that of small collectives, which a calibration does without a heartbeat.
-_LATER = 4
+# After which torch gives a collective up, where no heartbeat ends the ranks earlier, as in a calibration: its
+# collectives take milliseconds, and a rank is late by what it measures alone.
+COLLECTIVE_TIMEOUT_SECONDS = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,14 +70,14 @@ def joined_mesh(
     local_rank: int,
     data_parallel_degree: int = 1,
     graph_parallel_degree: int = 1,
-    timeout_seconds: float = LEAST_TIMEOUT_SECONDS,
+    timeout_seconds: float = COLLECTIVE_TIMEOUT_SECONDS,
     cpu_affinity: bool = True,
 ) -> Iterator[Place]:
     """Make the process groups of a mesh, and end them afterwards; several may follow in one process.
 
     Args:
         store: through which the ranks of the mesh meet.
-        timeout_seconds: how long a rank may be missed; torch itself waits longer.
+        timeout_seconds: after which torch gives a collective up, without naming the rank that is missing.
         cpu_affinity: keep this rank to its share of the host's cores meanwhile.
     """
     device = device_of(kind, local_rank)
@@ -98,11 +97,12 @@ def joined_mesh(
                 cores=cores,
             )
             return
-        with _process_groups(kind, store, rank, num_ranks, timeout_seconds):
+        timeout = datetime.timedelta(seconds=timeout_seconds)
+        with _process_groups(kind, store, rank, num_ranks, timeout):
             degrees = (data_parallel_degree, graph_parallel_degree)
             mesh = init_device_mesh(device.type, degrees, mesh_dim_names=("dp", "gp"))
             for group in mesh.get_all_groups():
-                set_timeout(group, _later(timeout_seconds))
+                set_timeout(group, timeout)
             yield Place(
                 rank=rank,
                 num_ranks=num_ranks,
@@ -117,7 +117,7 @@ def joined_mesh(
 
 @contextmanager
 def _process_groups(
-    kind: DeviceKind, store: Store, rank: int, num_ranks: int, timeout_seconds: float
+    kind: DeviceKind, store: Store, rank: int, num_ranks: int, timeout: datetime.timedelta
 ) -> Iterator[None]:
     """Make the process group of all ranks, and end all groups afterwards."""
     if kind is DeviceKind.CPU and _is_single_host():
@@ -129,16 +129,12 @@ def _process_groups(
         store=store,
         rank=rank,
         world_size=num_ranks,
-        timeout=_later(timeout_seconds),
+        timeout=timeout,
     )
     try:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def _later(timeout_seconds: float) -> datetime.timedelta:
-    return datetime.timedelta(seconds=max(_LATER * timeout_seconds, LEAST_TIMEOUT_SECONDS))
 
 
 def _is_single_host() -> bool:

@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 from executor.agreement import Sizes, require_agreement, rows_of
 from executor.encodings import cache_folder, positional_encodings
 from executor.environment import environment
-from executor.heartbeat import Heartbeat
+from executor.heartbeat import Heartbeat, backstop_seconds
 from executor.launch import is_under_torchrun, launch, meet, run_as_rank
 from executor.mesh import Place, joined_mesh
 from executor.position import Position
@@ -172,7 +172,7 @@ def _train_as_rank(
         local_rank=int(os.environ.get("LOCAL_RANK", rank)),
         data_parallel_degree=file.plan.data_parallel_degree,
         graph_parallel_degree=file.plan.graph_parallel_degree,
-        timeout_seconds=timeout_seconds,
+        timeout_seconds=backstop_seconds(timeout_seconds),
         cpu_affinity=file.train.cpu_affinity,
     )
     with mesh as place, heartbeat.failures_told():

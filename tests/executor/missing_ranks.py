@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # not in __all__
 
 from executor.cli_errors import told_status
-from executor.heartbeat import Heartbeat
+from executor.heartbeat import Heartbeat, backstop_seconds
 from executor.launch import is_first_to_tell, run_as_rank
 from executor.mesh import joined_mesh
 from executor.position import Position
@@ -92,7 +92,7 @@ def misbehave(scene: Scene, store: Store, rank: int) -> None:
             rank=rank,
             local_rank=rank,
             graph_parallel_degree=scene.num_ranks,
-            timeout_seconds=TIMEOUT_SECONDS,
+            timeout_seconds=backstop_seconds(TIMEOUT_SECONDS),
         )
         with mesh as place, heartbeat.failures_told():
             heartbeat.timeout_seconds = TIMEOUT_SECONDS

@@ -123,7 +123,8 @@ def test_a_training_names_the_rank_that_is_held_up_and_its_task(tmp_path):
     run = two_ranks(tmp_path, "run", collective_timeout_seconds=3.0)
     sentence = (
         r"^rank 1 has not come to layer1\.exchange\.backward of step 4 within 3 s; it was last seen in "
-        r"layer1\.attention of step 4, \d s ago, and is still there; if it is only slow, raise train\.collective_timeout_seconds$"
+        r"layer1\.attention of step 4, \d s ago, and is still there; if it is only slow, "
+        r"raise train\.collective_timeout_seconds$"
     )
     with pytest.raises(RunError, match=sentence):
         launch(run_ranks.run_and_hold_one_rank, run, num_ranks=2, folder=run.out)
