@@ -30,15 +30,12 @@ from executor.launch import (
     note_position,
     own_connection,
 )
-from executor.mesh import COLLECTIVE_TIMEOUT_SECONDS
+from executor.mesh import COLLECTIVE_TIMEOUT_SECONDS, MEETING_TIMEOUT_SECONDS
 from executor.missing import NO_BEAT, SILENT_SECONDS, Beat, Seen, beat_from_json, lost_sentence, verdict
 from executor.position import Position
 from simulator.errors import RunError
 from simulator.specs.files import remove_unfinished
 
-# Until the process groups are made: graphs are read, and eigenvectors computed on hosts that have not cached them.
-# torch itself waits so long for ranks to meet.
-SET_UP_SECONDS = 1800.0
 # A beat costs a rank 0.2 ms of a thread, and the store two requests.
 _PERIOD_SECONDS = 0.25
 # Ranks that end for one reason wait so long for one another, so that each says it before a launcher ends it.
@@ -57,10 +54,13 @@ class Heartbeat:
         store: through which the ranks of the plan meet.
         position: of this rank's main thread.
         folder: whose unfinished files are removed when the rank has to end.
+
+    Attributes:
+        timeout_seconds: how long a rank may get no further while others wait for it; at first until all have met.
     """
 
     def __init__(self, store: Store, position: Position, *, rank: int, num_ranks: int, folder: Path) -> None:
-        self.timeout_seconds = SET_UP_SECONDS
+        self.timeout_seconds = MEETING_TIMEOUT_SECONDS
         self._position, self._rank, self._num_ranks, self._folder = position, rank, num_ranks, folder
         self._store = own_connection(store) if num_ranks > 1 else store
         self._process = {
@@ -92,7 +92,7 @@ class Heartbeat:
             return
         self._done.set()
         self._threads[0].join(_LEAVING_SECONDS)
-        if error is None and not self._threads[0].is_alive():  # else the store does not answer
+        if not isinstance(error, Exception) and not self._threads[0].is_alive():  # else the store does not answer
             with contextlib.suppress(RuntimeError):
                 self._send(has_ended=True)
 

@@ -19,6 +19,8 @@ from simulator.specs.cluster import DeviceKind
 # After which torch gives a collective up, where no heartbeat ends the ranks earlier, as in a calibration: its
 # collectives take milliseconds, and a rank is late by what it measures alone.
 COLLECTIVE_TIMEOUT_SECONDS = 300.0
+# Before they meet, ranks read graphs and may compute eigenvectors; torch's own default.
+MEETING_TIMEOUT_SECONDS = 1800.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,28 +99,25 @@ def joined_mesh(
                 cores=cores,
             )
             return
-        timeout = datetime.timedelta(seconds=timeout_seconds)
-        with _process_groups(kind, store, rank, num_ranks, timeout):
+        with _process_groups(kind, store, rank, num_ranks) as world:
             degrees = (data_parallel_degree, graph_parallel_degree)
             mesh = init_device_mesh(device.type, degrees, mesh_dim_names=("dp", "gp"))
-            for group in mesh.get_all_groups():
-                set_timeout(group, timeout)
+            for group in (world, *mesh.get_all_groups()):
+                set_timeout(group, datetime.timedelta(seconds=timeout_seconds))
             yield Place(
                 rank=rank,
                 num_ranks=num_ranks,
                 replica=mesh.get_local_rank("dp"),
                 graph_rank=mesh.get_local_rank("gp"),
                 graph_group=mesh.get_group("gp") if graph_parallel_degree > 1 else None,
-                world=dist.group.WORLD,
+                world=world,
                 device=device,
                 cores=cores,
             )
 
 
 @contextmanager
-def _process_groups(
-    kind: DeviceKind, store: Store, rank: int, num_ranks: int, timeout: datetime.timedelta
-) -> Iterator[None]:
+def _process_groups(kind: DeviceKind, store: Store, rank: int, num_ranks: int) -> Iterator[dist.ProcessGroup]:
     """Make the process group of all ranks, and end all groups afterwards."""
     if kind is DeviceKind.CPU and _is_single_host():
         # gloo picks its interface by the host's name, which need not resolve on a machine without a network.
@@ -129,10 +128,11 @@ def _process_groups(
         store=store,
         rank=rank,
         world_size=num_ranks,
-        timeout=timeout,
+        timeout=datetime.timedelta(seconds=MEETING_TIMEOUT_SECONDS),
     )
     try:
-        yield
+        assert dist.group.WORLD is not None
+        yield dist.group.WORLD
     finally:
         dist.destroy_process_group()
 
