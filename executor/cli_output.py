@@ -177,7 +177,7 @@ def plan_tables(file: PlanFile) -> list[Table | Text | str]:
         )
     if file.plan.num_ranks > 1:
         timeout = seconds_text(collective_timeout_seconds(file))
-        lines.append(f"ranks wait for one that gets no further: {timeout} (train.collective_timeout_seconds)")
+        lines.append(f"time-out for a rank that gets no further: {timeout}")
     lines.append(f"order {ORDER_WORDS[file.plan.order.kind]}: {order_reason(file)}")
     lines += ["", _memory_table(found.peak_memory_bytes)]
     if file.ranking:
