@@ -36,7 +36,7 @@ from executor.position import Position
 from simulator.errors import RunError
 from simulator.specs.files import remove_unfinished
 
-# A beat costs a rank 0.2 ms of a thread, and the store two requests.
+# A beat takes 0.05 ms of a thread on an AMD EPYC, and two requests of the store.
 _PERIOD_SECONDS = 0.25
 # Ranks that end for one reason wait so long for one another, so that each says it before a launcher ends it.
 _LEAVING_SECONDS = 3.0

@@ -41,6 +41,8 @@ _SIGNAL_SECONDS = 0.3
 # Ranks begin after their imports, in 2 to 4 s on two busy cores; a signal waits no longer than this for them.
 _START_SECONDS = 15.0
 _HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+# Positions are padded to this, and so overwritten as a whole.
+_POSITION_BYTES = 256
 _at_work = threading.Event()
 # What gloo, NCCL and the store say when a peer has gone; they raise plain RuntimeErrors at times.
 _LOST_PEER_TEXTS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo/transport")
@@ -182,10 +184,12 @@ def is_launched() -> bool:
 def note_position(position: str) -> None:
     """Note for the launcher where this rank is, should it be killed; nothing under torchrun."""
     if is_launched():
-        mine = Path(os.environ[_CAUSES]) / f"rank{os.environ['RANK']}.at"
-        partial = mine.with_suffix(".at.tmp")
-        partial.write_text(position)
-        partial.replace(mine)
+        os.pwrite(_position_file(), position.encode()[:_POSITION_BYTES].ljust(_POSITION_BYTES), 0)
+
+
+@cache
+def _position_file() -> int:
+    return os.open(Path(os.environ[_CAUSES]) / f"rank{os.environ['RANK']}.at", os.O_WRONLY | os.O_CREAT, 0o600)
 
 
 def end_rank(error: RunError, *, folder: Path, before_exit: Callable[[], None] | None = None) -> NoReturn:
@@ -281,7 +285,7 @@ def _cause(causes: Path, error: ChildFailedError) -> Exception:
         name = signal.Signals(-failure.exitcode).name
         hint = "; the system kills processes when memory runs out" if name == "SIGKILL" else ""
         at = causes / f"rank{rank}.at"
-        seen = f", last seen in {at.read_text()}" if at.exists() else ""
+        seen = f", last seen in {at.read_text(errors='replace').strip()}" if at.exists() else ""
         return RunError(
             f"rank {rank} was ended by {name} (exit code {failure.exitcode}){seen}, so all ranks ended{hint}"
         )
