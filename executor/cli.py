@@ -482,6 +482,10 @@ def main() -> None:
     """Run the command and turn errors into one sentence and an exit status."""
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     debug = len(arguments) < len(sys.argv) - 1
+    if not debug:
+        os.environ.setdefault(
+            "TORCH_CPP_LOG_LEVEL", "ERROR"
+        )  # its warnings of lost ranks come with stack traces of C++
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, _end)
     try:

@@ -23,6 +23,7 @@ from simulator.specs.graph import DEGREE_QUANTILES, GraphSpec
 from simulator.specs.order import NodeOrder
 from simulator.specs.plan import PartitionSpec
 from simulator.specs.units import Dimension, format_quantity
+from simulator.timeout import collective_timeout_seconds
 
 # Rows of keys and values in the caches for which a graph is inspected. At width 128 in fp32, 1 KiB a row, those of a
 # core's L2 of 1 MiB and of its share of L3, 16 MiB; in bf16, 512 bytes a row, those of 64 MiB, about an H200's L2.
@@ -174,6 +175,9 @@ def plan_tables(file: PlanFile) -> list[Table | Text | str]:
             f"{cut.num_parts} parts by {cut.method}: halo {cut.halo_ratio:.2f} of owned rows, "
             f"edge imbalance {cut.edge_imbalance:.2f}"
         )
+    if file.plan.num_ranks > 1:
+        timeout = seconds_text(collective_timeout_seconds(file))
+        lines.append(f"time-out for a rank that gets no further: {timeout}")
     lines.append(f"order {ORDER_WORDS[file.plan.order.kind]}: {order_reason(file)}")
     lines += ["", _memory_table(found.peak_memory_bytes)]
     if file.ranking:

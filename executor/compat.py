@@ -1,14 +1,21 @@
 """What differs between versions of torch, and what it says that is of no use to people who train."""
 
 import contextlib
+import datetime
 import warnings
 from collections.abc import Iterator
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 # torch 2.13 renamed two collectives that 2.11 knows by their old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def set_timeout(group: dist.ProcessGroup, timeout: datetime.timedelta) -> None:
+    """Set the time-out of a group's collectives; `ProcessGroup.set_timeout` came after 2.11."""
+    distributed_c10d._set_pg_timeout(timeout, group)
 
 
 @contextlib.contextmanager

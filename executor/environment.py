@@ -2,6 +2,7 @@
 
 import datetime
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,16 +10,21 @@ import psutil
 import scipy
 import torch
 
+from executor.affinity import cores_text
 from simulator.errors import RunError
 from simulator.specs.cluster import H200, NVLINK4, ClusterSpec, DeviceKind, DeviceSpec, LinkSpec
 from simulator.specs.units import GB, GIGA, KIB, MICROSECOND
 
 # Entries that may differ between a calibration and the run that it is used for.
-_INFORMATIVE = frozenset({"date", "host"})
+_INFORMATIVE = frozenset({"date", "host", "cores"})
 
 
-def environment(kind: DeviceKind) -> tuple[tuple[str, str], ...]:
-    """Return what measured numbers depend on, as pairs: device, versions, date."""
+def environment(kind: DeviceKind, *, cores: Sequence[Sequence[int] | None] = ()) -> tuple[tuple[str, str], ...]:
+    """Return what measured numbers depend on, as pairs: device, versions, date.
+
+    Args:
+        cores: to which each rank kept; None for any.
+    """
     entries = {
         "device": device_name(kind),
         "device_kind": kind.value,
@@ -29,6 +35,8 @@ def environment(kind: DeviceKind) -> tuple[tuple[str, str], ...]:
         "host": platform.node(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
+    if cores:
+        entries["cores"] = " | ".join("any" if found is None else cores_text(found) for found in cores)
     if kind is DeviceKind.CUDA:
         entries["cuda"] = str(torch.version.cuda)
         entries["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))

@@ -74,11 +74,13 @@ class Sent:
     """A message that may still be on its way; all tensors that it needs live until it has been waited for.
 
     Attributes:
+        name: of the exchange.
         work: None once the message has arrived.
         output: what it brings.
         message: what was sent.
     """
 
+    name: str
     work: dist.Work | None
     mark: Mark | None
     output: Tensor
@@ -87,7 +89,8 @@ class Sent:
     def wait(self, recorder: Recorder) -> Tensor:
         """Return what the message brings: for the host to read on CPUs, for later kernels of this stream on GPUs."""
         if self.work is not None:
-            self.work.wait()
+            with recorder.position.waiting(self.name):
+                self.work.wait()
             recorder.waited(self.mark)
         self.work = self.message = None
         return self.output
@@ -243,13 +246,14 @@ class RowExchange:
     def _sent(
         self, work: dist.Work | None, mark: Mark | None, output: Tensor, message: Tensor, *, async_op: bool
     ) -> Sent:
+        name = f"{self.layer}.exchange"
         if not async_op:
-            return Sent(work=None, mark=None, output=output, message=None)
+            return Sent(name=name, work=None, mark=None, output=output, message=None)
         assert work is not None, "a call that returns before it has ended gives its work"
         self.recorder.pause()
         if not output.is_cuda:  # on GPUs the kernel tells how long it took
             self.recorder.follow(mark, work)
-        return Sent(work=work, mark=mark, output=output, message=message)
+        return Sent(name=name, work=work, mark=mark, output=output, message=message)
 
     def _name(self, task: str, index: int) -> str:
         return message_name(f"{self.layer}.{task}", index, self.num_messages)

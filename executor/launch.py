@@ -6,6 +6,7 @@ import logging
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -15,7 +16,7 @@ from datetime import timedelta
 from functools import cache
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,19 +26,24 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.rendezvous import rendezvous
 
-from simulator.errors import CalibrationError, NoFeasiblePlanError, PlanError, RunError, SpecError
+from executor.cli_errors import OWN_ERRORS, told_status
+from simulator.errors import RunError, SpecError
 from simulator.specs.files import remove_unfinished
 
-OWN_ERRORS = (SpecError, PlanError, RunError, CalibrationError, NoFeasiblePlanError)
 # Work of one rank: an argument that can be pickled, a store through which all ranks meet, the rank.
 Work = Callable[[Any, Store, int], None]
 # Ranks notice a lost peer at once, and wait so long for the peer to say why, or for the launcher to see that it died.
 _NOTICE_SECONDS = 1.0
+# Environment variable of a rank that `launch` started: the folder in which it leaves why it ended, and where it is.
+_CAUSES = "GRAPHPILOT_CAUSES"
 # A signal to all processes of a terminal may end a rank before this process has handled it.
 _SIGNAL_SECONDS = 0.3
 # Ranks begin after their imports, in 2 to 4 s on two busy cores; a signal waits no longer than this for them.
 _START_SECONDS = 15.0
 _HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+# Positions are padded to this, and so overwritten as a whole.
+_POSITION_BYTES = 256
+_at_work = threading.Event()
 # What gloo, NCCL and the store say when a peer has gone; they raise plain RuntimeErrors at times.
 _LOST_PEER_TEXTS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo/transport")
 
@@ -151,15 +157,59 @@ def _signals_of_the_launcher(causes: Path, num_ranks: int) -> Iterator[None]:
 
 def _run_as_child(work: Work, argument: Any, causes: Path) -> None:
     """Run the work as a rank that `launch` started; leave the reason in `causes` if it fails."""
+    os.environ[_CAUSES] = str(causes)
     (causes / f"rank{os.environ['RANK']}.begun").touch()
     try:
         run_as_rank(work, argument)
     except Exception as error:
-        is_lost = isinstance(error, LostPeerError)
-        partial = causes / f"rank{os.environ['RANK']}.tmp"
-        partial.write_bytes(pickle.dumps((is_lost, time.time(), error)))
-        partial.replace(partial.with_suffix(".pickle"))
+        _leave_cause(error)
         raise
+
+
+def _leave_cause(error: Exception) -> None:
+    """Leave for the launcher why this rank ends; the first reason is kept."""
+    mine = Path(os.environ[_CAUSES]) / f"rank{os.environ['RANK']}.pickle"
+    if mine.exists():
+        return
+    partial = mine.with_suffix(f".{threading.get_ident()}.tmp")
+    partial.write_bytes(pickle.dumps((isinstance(error, LostPeerError), time.time(), error)))
+    partial.replace(mine)
+
+
+def is_launched() -> bool:
+    """Return whether `launch` started this process as a rank, and not torchrun."""
+    return _CAUSES in os.environ
+
+
+def note_position(position: str) -> None:
+    """Note for the launcher where this rank is, should it be killed; nothing under torchrun."""
+    if is_launched():
+        os.pwrite(_position_file(), position.encode()[:_POSITION_BYTES].ljust(_POSITION_BYTES), 0)
+
+
+@cache
+def _position_file() -> int:
+    return os.open(Path(os.environ[_CAUSES]) / f"rank{os.environ['RANK']}.at", os.O_WRONLY | os.O_CREAT, 0o600)
+
+
+def end_rank(error: RunError, *, folder: Path, before_exit: Callable[[], None] | None = None) -> NoReturn:
+    """End this rank with the error's exit status from any thread, since the main thread may be stuck for ever.
+
+    Args:
+        folder: whose unfinished files are removed.
+        before_exit: is called once the reason is told or left for the launcher; None where the store does not answer,
+            which is why this rank tells without asking whether it is the first.
+    """
+    remove_unfinished(folder)
+    if is_launched():
+        _leave_cause(error)
+    else:
+        told_status(error, debug=False, may_tell=is_first_to_tell if before_exit else lambda: True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if before_exit is not None:
+        before_exit()
+    os._exit(error.exit_status)
 
 
 def run_as_rank(work: Work, argument: Any) -> None:
@@ -175,6 +225,8 @@ def run_as_rank(work: Work, argument: Any) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     rank = int(os.environ["RANK"])
     try:
+        _telling_store()
+        _at_work.set()
         work(argument, _meeting_store(), rank)
     except Exception as error:
         told = _told(error, rank)
@@ -190,14 +242,27 @@ def _meeting_store() -> Store:
     return store
 
 
+@cache
+def _telling_store() -> Store:
+    """Return a connection for errors; a rank makes it before there are any, since nobody connects to a store gone."""
+    return own_connection(_meeting_store())
+
+
+def own_connection(store: Store) -> Store:
+    """Return another connection to a store: while one waits for a key, it takes no other request."""
+    found: Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
+    return found
+
+
 def is_first_to_tell() -> bool:
     """Return whether this rank, which torchrun started, is the first of all to tell an error."""
     try:
-        store = _meeting_store()
+        store = _telling_store()
         store.set_timeout(timedelta(seconds=10))
         return store.add("graphpilot/errors", 1) == 1
-    except RuntimeError:  # the rank that held the store has gone, and has told why
-        return os.environ["RANK"] == "0"
+    except RuntimeError:
+        # The rank that held the store has gone: before the work it has told why, in the middle it may have been killed.
+        return os.environ["RANK"] == "0" or _at_work.is_set()
 
 
 def meet(store: Store, name: str, num_ranks: int, *, arrive: bool = True) -> None:
@@ -219,12 +284,18 @@ def _cause(causes: Path, error: ChildFailedError) -> Exception:
     if failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
         hint = "; the system kills processes when memory runs out" if name == "SIGKILL" else ""
-        return RunError(f"rank {rank} was ended by {name} (exit code {failure.exitcode}), so all ranks ended{hint}")
+        at = causes / f"rank{rank}.at"
+        seen = f", last seen in {at.read_text(errors='replace').strip()}" if at.exists() else ""
+        return RunError(
+            f"rank {rank} was ended by {name} (exit code {failure.exitcode}){seen}, so all ranks ended{hint}"
+        )
     return RunError(f"rank {rank} ended with exit code {failure.exitcode} before it could say why, so all ranks ended")
 
 
 def _told(error: Exception, rank: int) -> Exception:
     """Return an error as the user is to read it; one that is our own fault carries its traceback as a note."""
+    if isinstance(error, LostPeerError):
+        return error  # it names the other rank
     if isinstance(error, RunError):
         return type(error)(f"rank {rank}: {error}")
     if isinstance(error, OWN_ERRORS):
@@ -232,13 +303,19 @@ def _told(error: Exception, rank: int) -> Exception:
     if isinstance(error, OSError) and error.filename:
         return SpecError(f"{error.filename}: {error.strerror or error}")
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return RunError(f"rank {rank} ran out of memory: {_first_line(error)}; recompute layers or use more ranks")
-    if isinstance(error, dist.DistError) or any(text in str(error) for text in _LOST_PEER_TEXTS):
-        return LostPeerError(f"rank {rank} lost contact with another rank: {_first_line(error)}")
+        return RunError(f"rank {rank} ran out of memory: {first_line(error)}; recompute layers or use more ranks")
+    if is_lost_peer(error):
+        return LostPeerError(f"rank {rank} lost contact with another rank: {first_line(error)}")
     fault = RuntimeError(f"rank {rank}: {type(error).__name__}: {error}")
     fault.add_note("".join(traceback.format_exception(error)))
     return fault
 
 
-def _first_line(error: Exception) -> str:
+def is_lost_peer(error: BaseException) -> bool:
+    """Return whether an error is what torch says when another rank has gone, or did not come in time."""
+    return isinstance(error, dist.DistError) or any(text in str(error) for text in _LOST_PEER_TEXTS)
+
+
+def first_line(error: Exception) -> str:
+    """Return what an error says, without the traces of C++ that torch puts below."""
     return (str(error) or type(error).__name__).splitlines()[0]

@@ -2,7 +2,7 @@
 
 import datetime
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -11,11 +11,16 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # exported at run time where built with gloo
 from torch.distributed.device_mesh import init_device_mesh
 
+from executor.affinity import cores_of_rank, pinned
+from executor.compat import set_timeout
 from simulator.errors import RunError
 from simulator.specs.cluster import DeviceKind
 
-# A step of any plan here takes seconds; a peer that stays away this long is lost.
+# After which torch gives a collective up, where no heartbeat ends the ranks earlier, as in a calibration: its
+# collectives take milliseconds, and a rank is late by what it measures alone.
 COLLECTIVE_TIMEOUT_SECONDS = 300.0
+# Before they meet, ranks read graphs and may compute eigenvectors; torch's own default.
+MEETING_TIMEOUT_SECONDS = 1800.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +32,7 @@ class Place:
         graph_rank: position on the axis "gp".
         graph_group: process group of the ranks that share a batch; None when that is this rank alone.
         world: process group of all ranks of the plan; None when that is this rank alone.
+        cores: on which this rank runs; None where it may run on any.
     """
 
     rank: int
@@ -36,6 +42,7 @@ class Place:
     graph_group: dist.ProcessGroup | None
     world: dist.ProcessGroup | None
     device: torch.device
+    cores: Sequence[int] | None = None
 
 
 def device_of(kind: DeviceKind, local_rank: int) -> torch.device:
@@ -65,17 +72,53 @@ def joined_mesh(
     local_rank: int,
     data_parallel_degree: int = 1,
     graph_parallel_degree: int = 1,
+    timeout_seconds: float = COLLECTIVE_TIMEOUT_SECONDS,
+    cpu_affinity: bool = True,
 ) -> Iterator[Place]:
     """Make the process groups of a mesh, and end them afterwards; several may follow in one process.
 
     Args:
         store: through which the ranks of the mesh meet.
+        timeout_seconds: after which torch gives a collective up, without naming the rank that is missing.
+        cpu_affinity: keep this rank to its share of the host's cores meanwhile.
     """
     device = device_of(kind, local_rank)
     num_ranks = data_parallel_degree * graph_parallel_degree
-    if num_ranks == 1:
-        yield Place(rank=0, num_ranks=1, replica=0, graph_rank=0, graph_group=None, world=None, device=device)
-        return
+    num_local_ranks = min(num_ranks, int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)))
+    cores = cores_of_rank(device.type, local_rank, num_local_ranks) if cpu_affinity else None
+    with pinned(cores):
+        if num_ranks == 1:
+            yield Place(
+                rank=0,
+                num_ranks=1,
+                replica=0,
+                graph_rank=0,
+                graph_group=None,
+                world=None,
+                device=device,
+                cores=cores,
+            )
+            return
+        with _process_groups(kind, store, rank, num_ranks) as world:
+            degrees = (data_parallel_degree, graph_parallel_degree)
+            mesh = init_device_mesh(device.type, degrees, mesh_dim_names=("dp", "gp"))
+            for group in (world, *mesh.get_all_groups()):
+                set_timeout(group, datetime.timedelta(seconds=timeout_seconds))
+            yield Place(
+                rank=rank,
+                num_ranks=num_ranks,
+                replica=mesh.get_local_rank("dp"),
+                graph_rank=mesh.get_local_rank("gp"),
+                graph_group=mesh.get_group("gp") if graph_parallel_degree > 1 else None,
+                world=world,
+                device=device,
+                cores=cores,
+            )
+
+
+@contextmanager
+def _process_groups(kind: DeviceKind, store: Store, rank: int, num_ranks: int) -> Iterator[dist.ProcessGroup]:
+    """Make the process group of all ranks, and end all groups afterwards."""
     if kind is DeviceKind.CPU and _is_single_host():
         # gloo picks its interface by the host's name, which need not resolve on a machine without a network.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -85,19 +128,11 @@ def joined_mesh(
         store=store,
         rank=rank,
         world_size=num_ranks,
-        timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS),
+        timeout=datetime.timedelta(seconds=MEETING_TIMEOUT_SECONDS),
     )
     try:
-        mesh = init_device_mesh(device.type, (data_parallel_degree, graph_parallel_degree), mesh_dim_names=("dp", "gp"))
-        yield Place(
-            rank=rank,
-            num_ranks=num_ranks,
-            replica=mesh.get_local_rank("dp"),
-            graph_rank=mesh.get_local_rank("gp"),
-            graph_group=mesh.get_group("gp") if graph_parallel_degree > 1 else None,
-            world=dist.group.WORLD,
-            device=device,
-        )
+        assert dist.group.WORLD is not None
+        yield dist.group.WORLD
     finally:
         dist.destroy_process_group()
 

@@ -2,7 +2,8 @@
 
 The backward pass is named by hooks: when autograd reaches the node that made a task's result, the backward task of
 that name begins, and whatever named task ran before it ends. Autograd runs nodes in the reverse of the order in
-which they were made, so these spans tile the backward pass. While recording is off, nothing is marked.
+which they were made, so these spans tile the backward pass. While recording is off, nothing is marked, but the position
+of the rank is noted: tasks of the forward pass and the update, and every collective.
 """
 
 import bisect
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from executor.mesh import Place
 from executor.operations import Operation
+from executor.position import Position
 from simulator.specs.program import Phase, Stream, TaskKind, task_name
 from simulator.specs.trace import Span
 from simulator.specs.units import Dtype
@@ -63,10 +65,14 @@ class Recorder:
         annotate: also open a `torch.profiler.record_function` range for each task. A profiler then ties kernels to
             tasks, which is how times on GPUs are taken; on CPUs the host's clock is enough.
         precision: number format of activations.
+        position: is told which task this rank is in, also while nothing is marked.
     """
 
-    def __init__(self, *, annotate: bool = False, precision: Dtype = Dtype.FLOAT32) -> None:
+    def __init__(
+        self, *, annotate: bool = False, precision: Dtype = Dtype.FLOAT32, position: Position | None = None
+    ) -> None:
         self.is_on = False
+        self.position = Position() if position is None else position
         self.annotate = annotate
         self.precision = precision
         self.phase = Phase.FORWARD
@@ -90,6 +96,7 @@ class Recorder:
 
     def run(self, name: str, operation: Operation, *arguments: Any) -> Any:
         """Return what the operation makes of the arguments, marked as a task forward and backward."""
+        self.position.task = name
         if not self.is_on:
             return operation.function(*arguments)
         shape = operation.shape(*arguments)
@@ -118,12 +125,15 @@ class Recorder:
         Yields:
             The mark, for `follow`; None while nothing is marked.
         """
-        if not self.is_on:
-            yield None
-            return
-        mark = self._begin(name, kind, phase, shape, group, dtype)
+        if group:
+            self.position.enter(task_name(name, phase))
+        else:
+            self.position.task = name
+        mark = self._begin(name, kind, phase, shape, group, dtype) if self.is_on else None
         yield mark
-        if phase is not Phase.BACKWARD:
+        if group:
+            self.position.leave()
+        if mark is not None and phase is not Phase.BACKWARD:
             self._close()
 
     def pause(self) -> None:
@@ -188,6 +198,7 @@ class Recorder:
 
         def begin(_: object) -> None:
             if self.is_on:
+                self.position.task = task_name(name, Phase.BACKWARD)
                 self._begin(name, kind, Phase.BACKWARD, shape)
 
         tensor.grad_fn.register_prehook(begin)

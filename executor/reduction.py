@@ -30,13 +30,15 @@ class Launched:
         mark: its task, None while nothing is recorded.
     """
 
+    name: str
     work: dist.Work
     mark: Mark | None
     recorder: Recorder
 
     def wait(self) -> None:
         """Let what follows use the collective's result: on GPUs the stream waits, on CPUs the host does."""
-        self.work.wait()
+        with self.recorder.position.waiting(self.name):
+            self.work.wait()
         self.recorder.waited(self.mark)
 
 
@@ -94,7 +96,7 @@ class Wire:
         if mark is not None:
             mark.stream = Stream.GRADIENTS
         self.recorder.follow(mark, work)
-        return Launched(work=work, mark=mark, recorder=self.recorder)
+        return Launched(name=name, work=work, mark=mark, recorder=self.recorder)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -16,10 +16,13 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # not in __all__
 
+from executor.agreement import Sizes, require_agreement, rows_of
 from executor.encodings import cache_folder, positional_encodings
 from executor.environment import environment
+from executor.heartbeat import Heartbeat, backstop_seconds
 from executor.launch import is_under_torchrun, launch, meet, run_as_rank
 from executor.mesh import Place, joined_mesh
+from executor.position import Position
 from executor.progress import CountProgress
 from executor.record import Recorder, StepTracer, with_waiting
 from executor.train import Evaluation, Inputs, StepClock, Trainer, require_finite
@@ -31,10 +34,12 @@ from simulator.readers.partitions import read_partition
 from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.convert import to_plain
 from simulator.specs.decision import PlanFile
+from simulator.specs.document import content_sha256
 from simulator.specs.files import read_plan, remove_unfinished, write_atomic, write_text_atomic, write_trace
 from simulator.specs.plan import Plan
 from simulator.specs.program import TaskKind
 from simulator.specs.trace import Trace, TraceOrigin
+from simulator.timeout import collective_timeout_seconds
 from simulator.workload import beyond_cache_ratio_of
 
 logger = logging.getLogger(__name__)
@@ -141,6 +146,15 @@ def _work(runs: list[PlanRun], store: Store, rank: int) -> None:
 
 
 def _work_on_plan(run: PlanRun, file: PlanFile, store: Store, rank: int) -> None:
+    position = Position()
+    heartbeat = Heartbeat(store, position, rank=rank, num_ranks=file.plan.num_ranks, folder=run.out)
+    with heartbeat, heartbeat.failures_told():
+        _train_as_rank(run, file, store, rank, heartbeat, position)
+
+
+def _train_as_rank(
+    run: PlanRun, file: PlanFile, store: Store, rank: int, heartbeat: Heartbeat, position: Position
+) -> None:
     base = run.plan_path.parent
     graph = open_graph(file.graph, base=base)
     inputs = Inputs(
@@ -150,24 +164,50 @@ def _work_on_plan(run: PlanRun, file: PlanFile, store: Store, rank: int) -> None
         order_N=read_order(file.plan.order, folder=base, num_nodes=file.graph.num_nodes),
     )
     kind = file.cluster.device.kind
-    with joined_mesh(
+    timeout_seconds = collective_timeout_seconds(file)
+    position.enter("the meeting of all ranks")
+    mesh = joined_mesh(
         kind,
         store,
         rank=rank,
         local_rank=int(os.environ.get("LOCAL_RANK", rank)),
         data_parallel_degree=file.plan.data_parallel_degree,
         graph_parallel_degree=file.plan.graph_parallel_degree,
-    ) as place:
+        timeout_seconds=backstop_seconds(timeout_seconds),
+        cpu_affinity=file.train.cpu_affinity,
+    )
+    with mesh as place, heartbeat.failures_told():
+        heartbeat.timeout_seconds = timeout_seconds
+        position.reach("the making of the model")
         if kind is DeviceKind.CUDA:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(place.device)
-        recorder = Recorder(annotate=kind is DeviceKind.CUDA, precision=file.plan.precision)
+        recorder = Recorder(annotate=kind is DeviceKind.CUDA, precision=file.plan.precision, position=position)
         trainer = Trainer(file.plan, file.graph, file.model, file.train, inputs, place, recorder)
+        with position.waiting("the comparison of sizes"):
+            require_agreement(store, place, _sizes(file, trainer))
         progress = CountProgress("training", "step", file.train.num_steps, quiet=run.quiet or rank > 0)
         result, best_weights = train_loop(trainer, store, progress)
+        position.reach("the end of the run")
     if rank == 0:
         trace = with_cache_ratios(result.trace, file.plan, file.cluster)
         _write_result(run.out, file.plan, replace(result, trace=trace), best_weights)
+
+
+def _sizes(file: PlanFile, trainer: Trainer) -> Sizes:
+    """Return what this rank brings to the collectives."""
+    return Sizes(
+        counts={
+            "train.num_steps": file.train.num_steps,
+            "steps of an epoch": file.plan.steps_per_epoch,
+            "parameters": trainer.gradients.flat.numel(),
+            "train": content_sha256(file.train),
+            "plan": content_sha256(file.plan),
+            "model": content_sha256(file.model),
+            "graph": file.graph.sha256,
+        },
+        layouts={name: rows_of(layout) for name, layout in trainer.layouts().items()},
+    )
 
 
 def train_loop(trainer: Trainer, store: Store, progress: CountProgress) -> tuple[RunResult, dict[str, Tensor]]:
@@ -179,7 +219,7 @@ def train_loop(trainer: Trainer, store: Store, progress: CountProgress) -> tuple
     Args:
         store: through which the ranks of this plan hand their spans to rank 0.
     """
-    train, place = trainer.train_spec, trainer.place
+    train, place, position = trainer.train_spec, trainer.place, trainer.recorder.position
     clock = StepClock(place.device)
     losses: list[Tensor] = []
     evaluations: list[tuple[int, Evaluation]] = []
@@ -190,6 +230,7 @@ def train_loop(trainer: Trainer, store: Store, progress: CountProgress) -> tuple
     with progress:
         for step in range(train.num_steps):
             started = time.perf_counter()
+            position.reach(f"the batch of step {step + 1}")
             data = trainer.batch(step)
             data_seconds += time.perf_counter() - started
             is_traced = step >= train.num_steps - train.trace_steps
@@ -200,8 +241,10 @@ def train_loop(trainer: Trainer, store: Store, progress: CountProgress) -> tuple
             is_last = step == train.num_steps - 1
             if (step + 1) % train.evaluate_every_steps == 0 or is_last:
                 unchecked = evaluations[-1][0] + 1 if evaluations else 0
-                for earlier, loss in enumerate(losses[unchecked:], start=unchecked):
-                    require_finite(float(loss), earlier)
+                position.reach(f"the evaluation after step {step + 1}")
+                with position.waiting("losses"):
+                    for earlier, loss in enumerate(losses[unchecked:], start=unchecked):
+                        require_finite(float(loss), earlier)
                 evaluation = trainer.evaluate()
                 evaluations.append((step, evaluation))
                 if is_better(evaluation, best, has_val_nodes=trainer.graph.num_val_nodes > 0):
@@ -209,19 +252,21 @@ def train_loop(trainer: Trainer, store: Store, progress: CountProgress) -> tuple
                     best_weights = {name: value.cpu().clone() for name, value in trainer.model.state_dict().items()}
                 accuracy = f"validation accuracy {evaluation.val_accuracy_ratio:.3f}"
                 progress.show(step + 1, f"loss {float(losses[-1]):.4f}, {accuracy}")
-    seconds = clock.seconds()
+    position.reach("the gathering of traces")
+    with position.waiting("the last step"):
+        seconds = clock.seconds()
     first_traced = train.num_steps - train.trace_steps
     first_warm = min(warmup_steps_of(train.num_steps), first_traced)
     spans = tracer.spans()
-    gathered = _gather(store, place, (spans, peak_memory_bytes(place.device)))
+    gathered = _gather(store, place, (spans, peak_memory_bytes(place.device), place.cores))
     trace = Trace(
         origin=TraceOrigin.MEASURED,
         num_ranks=trainer.plan.num_ranks,
-        spans=with_waiting(span for rank_spans, _ in gathered for span in rank_spans),
+        spans=with_waiting(span for rank_spans, _, _ in gathered for span in rank_spans),
         step_seconds=tuple(seconds[first_warm:first_traced]) or tuple(seconds[first_warm:]),
         traced_step_seconds=tuple(seconds[first_traced:]),
-        peak_memory_bytes=tuple(peak for _, peak in gathered),
-        environment=environment(DeviceKind(place.device.type)),
+        peak_memory_bytes=tuple(peak for _, peak, _ in gathered),
+        environment=environment(DeviceKind(place.device.type), cores=[cores for _, _, cores in gathered]),
     )
     result = RunResult(
         losses=tuple(float(loss) for loss in losses),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from executor.data import RankData, build_rank_data
 from executor.dense import compiled_dense
+from executor.exchange import ExchangeLayout
 from executor.keyed import key_word
 from executor.mesh import Place
 from executor.model import ForwardSettings, GraphTransformer
@@ -114,6 +115,7 @@ class Trainer:
 
     def step(self, step: int, data: RankData) -> Tensor:
         """Update the parameters once; return the loss of all ranks as a tensor on the device."""
+        self.recorder.position.reach(f"step {step + 1}")
         self.learning_rate.fill_(self.train_spec.learning_rate * self._rate_factor(step))
         self.dropout_word.fill_(int(key_word(torch.tensor([self.train_spec.seed, step]))))
         if self.plan.step_mode is StepMode.CUDA_GRAPH and not self.recorder.is_on:
@@ -254,12 +256,18 @@ class Trainer:
                 compiled=None,
             )
             right_N = self._is_right(data, settings)
-        counts = [[right_N[rows].sum(), torch.tensor(rows.numel())] for rows in data.mask_rows.values()]
-        totals = torch.tensor([[int(right), int(total)] for right, total in counts], device=self.place.device)
-        if self.place.world is not None:
-            dist.all_reduce(totals, group=self.place.world)
-        train, val, test = (right / max(total, 1) for right, total in totals.tolist())
+        with self.recorder.position.waiting("accuracies"):
+            counts = [[right_N[rows].sum(), torch.tensor(rows.numel())] for rows in data.mask_rows.values()]
+            totals = torch.tensor([[int(right), int(total)] for right, total in counts], device=self.place.device)
+            if self.place.world is not None:
+                dist.all_reduce(totals, group=self.place.world)
+            train, val, test = (right / max(total, 1) for right, total in totals.tolist())
         return Evaluation(train_accuracy_ratio=train, val_accuracy_ratio=val, test_accuracy_ratio=test)
+
+    def layouts(self) -> dict[str, ExchangeLayout]:
+        """Return the rows that this rank exchanges with others, in the first step and in an evaluation."""
+        found = {"step 1": self.batch(0).layout, "an evaluation": self._whole_graph().layout}
+        return {name: layout for name, layout in found.items() if layout.group is not None}
 
     def _whole_graph(self) -> RankData:
         if self.plan.is_full_graph:

@@ -29,6 +29,7 @@ from simulator.specs.plan import PartitionSpec, Plan
 from simulator.specs.search import SearchSpec
 from simulator.specs.train import TrainSpec
 from simulator.specs.units import Dtype
+from simulator.timeout import longest_collective_seconds
 from simulator.workload import lower
 
 logger = logging.getLogger(__name__)
@@ -187,6 +188,9 @@ def _prediction(costs: Pricing, spec: GraphSpec, model: ModelSpec, train: TrainS
         p90_step_seconds=p90,
         epoch_seconds=best.epoch_seconds,
         peak_memory_bytes=best.memory,
+        longest_collective_seconds=longest_collective_seconds(
+            costs.collectives, best.plan, spec, model, costs.cluster, seed=train.seed
+        ),
     )
 
 

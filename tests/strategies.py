@@ -198,6 +198,8 @@ def _trains(draw: st.DrawFn) -> TrainSpec:
         trace_steps=draw(st.integers(0, 10)),
         seed=draw(seeds),
         compile_dense=draw(st.booleans()),
+        collective_timeout_seconds=draw(st.just(0.0) | positive_seconds),
+        cpu_affinity=draw(st.booleans()),
     )
 
 
@@ -561,6 +563,7 @@ def predictions(draw: st.DrawFn, num_ranks: int = 2) -> Prediction:
         p90_step_seconds=high,
         epoch_seconds=draw(positive_seconds),
         peak_memory_bytes=draw(st.tuples(*[categories] * num_ranks)),
+        longest_collective_seconds=draw(st.none() | positive_seconds),
     )
 
 

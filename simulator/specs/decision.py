@@ -19,6 +19,8 @@ class Prediction:
         p10_step_seconds, p50_step_seconds, p90_step_seconds: deciles and median of a step over seeded trials.
         epoch_seconds: median step times the steps of an epoch.
         peak_memory_bytes: a tuple for each rank, of pairs of a category and its bytes at the peak.
+        longest_collective_seconds: of the collectives of a step and of an evaluation, each alone on the network; None
+            where nobody predicted it.
     """
 
     p10_step_seconds: float
@@ -26,9 +28,11 @@ class Prediction:
     p90_step_seconds: float
     epoch_seconds: float
     peak_memory_bytes: tuple[tuple[tuple[str, int], ...], ...]
+    longest_collective_seconds: float | None = None
 
     def __post_init__(self) -> None:
         require_positive(p10_step_seconds=self.p10_step_seconds, epoch_seconds=self.epoch_seconds)
+        require_at_least(0, longest_collective_seconds=self.longest_collective_seconds or 0)
         for low, high in (("p10_step_seconds", "p50_step_seconds"), ("p50_step_seconds", "p90_step_seconds")):
             low_seconds, high_seconds = getattr(self, low), getattr(self, high)
             require(low_seconds <= high_seconds < float("inf"), high, f"must be >= {low} = {low_seconds}", high_seconds)

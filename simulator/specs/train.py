@@ -20,6 +20,9 @@ class TrainSpec:
         seed: of parameters, dropout and the order of cluster batches.
         compile_dense: compile what lies between attentions, which takes tens of seconds at the start and makes a step
             shorter: it pays in long runs. On GPUs, for full-graph batches.
+        collective_timeout_seconds: how long ranks wait for one that gets no further before all of them end; 0 for what
+            `simulator/timeout.py` derives from the plan's prediction.
+        cpu_affinity: each rank keeps to its share of its host's cores, on GPU hosts of those near its GPU.
     """
 
     num_steps: int
@@ -31,11 +34,13 @@ class TrainSpec:
     trace_steps: int = 0
     seed: int = 0
     compile_dense: bool = False
+    collective_timeout_seconds: float = 0.0
+    cpu_affinity: bool = True
 
     def __post_init__(self) -> None:
         require_positive(num_steps=self.num_steps, learning_rate=self.learning_rate)
         require_positive(max_gradient_norm=self.max_gradient_norm, evaluate_every_steps=self.evaluate_every_steps)
         require_at_least(0, weight_decay=self.weight_decay, warmup_steps=self.warmup_steps, seed=self.seed)
-        require_at_least(0, trace_steps=self.trace_steps)
+        require_at_least(0, trace_steps=self.trace_steps, collective_timeout_seconds=self.collective_timeout_seconds)
         rule = f"must not exceed num_steps = {self.num_steps}"
         require(self.warmup_steps <= self.num_steps, "warmup_steps", rule, self.warmup_steps)

@@ -1,22 +1,27 @@
 """Which weights a run keeps, in which order; what it writes is tested by the commands and the conformance tests."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in __all__
 
+from executor.launch import launch
 from executor.run import PlanRun, _work, is_better, warmup_steps_of, with_cache_ratios
 from executor.train import Evaluation
 from planner.order import order_graph
-from simulator.errors import SpecError
+from simulator.errors import PlanError, RunError, SpecError
 from simulator.readers.graphs import read_graph, write_store
 from simulator.simulation import simulate
+from simulator.specs.files import read_trace
 from simulator.specs.graph import GraphFile
 from simulator.specs.order import NodeOrder
 from simulator.specs.program import TaskKind
 from simulator.specs.train import TrainSpec
+from tests.executor import run_ranks
 from tests.executor.made_graphs import awkward_graph
 from tests.made import equal_parts, graph_of, made_calibration, made_cluster, made_model, made_plan
 from tests.plans import Choices, plan_file_of, plan_of
@@ -94,3 +99,50 @@ def test_an_order_file_that_is_gone_is_named(tmp_path, monkeypatch):
     path.unlink()
     with pytest.raises(SpecError, match=f"{path} must be whole in an .npy file"):
         _work([run], HashStore(), 0)
+
+
+# --- Two ranks of which one is held up, or has other files.
+
+
+def two_ranks(folder: Path, name: str, **train: Any) -> PlanRun:
+    """Write a plan that splits the graph between two ranks."""
+    if not (folder / "graph").exists():
+        write_store(awkward_graph(), folder / "graph")
+    spec, graph = read_graph(GraphFile(path="graph"), base=folder)
+    model = made_model()
+    plan = plan_of(Choices(graph_parallel_degree=2), graph, model, folder)
+    path = folder / f"{name}.json"
+    known = {"num_steps": 6, "learning_rate": 0.01}
+    plan_file_of(plan, spec, model, made_cluster(devices_per_host=2), TrainSpec(**(known | train)), path)
+    (folder / name).mkdir()
+    return PlanRun(plan_path=path, out=folder / name, quiet=True)
+
+
+@pytest.mark.dist
+def test_a_training_names_the_rank_that_is_held_up_and_its_task(tmp_path):
+    run = two_ranks(tmp_path, "run", collective_timeout_seconds=3.0)
+    sentence = (
+        r"^rank 1 has not come to layer1\.exchange\.backward of step 4 within 3 s; it was last seen in "
+        r"layer1\.attention of step 4, \d s ago, and is still there; if it is only slow, "
+        r"raise train\.collective_timeout_seconds$"
+    )
+    with pytest.raises(RunError, match=sentence):
+        launch(run_ranks.run_and_hold_one_rank, run, num_ranks=2, folder=run.out)
+    assert list(run.out.iterdir()) == []
+
+
+@pytest.mark.dist
+def test_ranks_with_other_files_are_refused_before_they_meet_in_a_collective(tmp_path):
+    runs = [two_ranks(tmp_path, "first"), two_ranks(tmp_path, "second", num_steps=7)]
+    sentence = "^rank 1 has train.num_steps = 7, but rank 0 has 6: give all ranks the same plan, partition, graph and"
+    with pytest.raises(PlanError, match=sentence):
+        launch(run_ranks.run_each_its_own, runs, num_ranks=2, folder=tmp_path / "first")
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("cpu_affinity", "cores"), [(True, r"\d+ \| \d+|[\d,-]+ \| [\d,-]+"), (False, r"any \| any")])
+def test_a_trace_tells_on_which_cores_the_ranks_ran(tmp_path, cpu_affinity, cores):
+    run = two_ranks(tmp_path, "run", cpu_affinity=cpu_affinity)
+    launch(_work, [run], num_ranks=2, folder=run.out)
+    environment = dict(read_trace(run.out / "measured.json").environment)
+    assert re.fullmatch(cores, environment["cores"])

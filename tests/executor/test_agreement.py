@@ -1,0 +1,90 @@
+"""Sizes that ranks bring to their collectives, by hand."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in __all__
+
+from executor.agreement import Rows, Sizes, disagreement, require_agreement
+from executor.mesh import Place
+from simulator.errors import PlanError
+
+
+def sizes(rows_to, rows_from, *, max_rows=10, ranks=(0, 1), **counts) -> Sizes:
+    rows = Rows(ranks=ranks, rows_to=rows_to, rows_from=rows_from, max_rows=max_rows)
+    return Sizes(counts={"parameters": 100, "plan": "12", **counts}, layouts={"step 1": rows})
+
+
+FITTING = [sizes((0, 4), (0, 3)), sizes((3, 0), (4, 0))]
+
+
+def test_sizes_that_fit_together_pass():
+    assert disagreement(FITTING) == ""
+
+
+@pytest.mark.parametrize(
+    ("second", "sentence"),
+    [
+        (sizes((3, 0), (5, 0)), "rank 0 sends 4 rows to rank 1 in step 1, but that expects 5"),
+        (sizes((2, 0), (4, 0)), "rank 0 expects 3 rows of rank 1 in step 1, but that sends 2"),
+        (
+            sizes((3, 0), (4, 0), max_rows=11),
+            "rank 0 holds at most 10 rows in step 1, but rank 1 counts 11",
+        ),
+        (sizes((3, 0), (4, 0), parameters=90), "rank 1 has parameters = 90, but rank 0 has 100"),
+        (sizes((3, 0), (4, 0), plan="ab"), "rank 1 has another plan than rank 0"),
+        (replace(FITTING[1], layouts={}), "rank 1 exchanges rows in nothing, but rank 0 in step 1"),
+        (
+            sizes((0,), (0,), ranks=(1,)),
+            r"rank 0 exchanges rows with ranks (0, 1) in step 1, but rank 1 with (1,)",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(second, sentence):
+    assert disagreement([FITTING[0], second]) == sentence
+
+
+def test_groups_side_by_side_are_compared_each_for_itself():
+    pair = [sizes((0, 1), (0, 2), ranks=(2, 3)), sizes((2, 0), (1, 0), ranks=(2, 3))]
+    assert disagreement([*FITTING, *pair]) == ""
+    wrong = sizes((2, 0), (7, 0), ranks=(2, 3))
+    assert disagreement([*FITTING, pair[0], wrong]) == "rank 2 sends 1 rows to rank 3 in step 1, but that expects 7"
+
+
+def place(rank: int, num_ranks: int) -> Place:
+    return Place(
+        rank=rank,
+        num_ranks=num_ranks,
+        replica=0,
+        graph_rank=rank,
+        graph_group=None,
+        world=None,
+        device=torch.device("cpu"),
+    )
+
+
+def test_all_ranks_give_the_same_reason():
+    store, reasons = HashStore(), []
+
+    def compare(rank: int, mine: Sizes) -> None:
+        try:
+            require_agreement(store, place(rank, 2), mine)
+        except PlanError as error:
+            reasons.append(str(error))
+
+    threads = [
+        threading.Thread(target=compare, args=(0, FITTING[0])),
+        threading.Thread(target=compare, args=(1, sizes((3, 0), (5, 0)))),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    sentence = "rank 0 sends 4 rows to rank 1 in step 1, but that expects 5: give all ranks the same plan, partition, "
+    assert reasons == [f"{sentence}graph and version of graphpilot"] * 2
+
+
+def test_a_rank_alone_agrees_with_itself():
+    require_agreement(HashStore(), place(0, 1), FITTING[0])
