@@ -76,8 +76,9 @@ def joined_mesh(
     if num_ranks == 1:
         yield Place(rank=0, num_ranks=1, replica=0, graph_rank=0, graph_group=None, world=None, device=device)
         return
-    if kind is DeviceKind.CPU and _is_single_host():
-        # gloo picks its interface by the host's name, which need not resolve on a machine without a network.
+    if _is_single_host():
+        # gloo picks its interface by the host's name, which need not resolve on a machine without a network. On GPUs
+        # checkpoints use it.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # Without device_id: with it, DeviceMesh splits the world's communicator, a crash in torch 2.11 with NCCL 2.28.
     dist.init_process_group(

@@ -188,6 +188,9 @@ def _trains(draw: st.DrawFn) -> TrainSpec:
         trace_steps=draw(st.integers(0, 10)),
         seed=draw(seeds),
         compile_dense=draw(st.booleans()),
+        checkpoint_every_steps=draw(st.integers(0, 100)),
+        num_checkpoints_kept=draw(st.integers(1, 9)),
+        asynchronous_checkpoints=draw(st.booleans()),
     )
 
 

@@ -20,6 +20,9 @@ class TrainSpec:
         seed: of parameters, dropout and the order of cluster batches.
         compile_dense: compile what lies between attentions, which takes tens of seconds at the start and makes a step
             shorter: it pays in long runs. On GPUs, for full-graph batches.
+        checkpoint_every_steps: updates between checkpoints; 0 for none, also none on SIGTERM or Ctrl-C.
+        num_checkpoints_kept: the newest ones; older ones are removed once a newer one is whole.
+        asynchronous_checkpoints: write them while training goes on, from a copy in the host's memory.
     """
 
     num_steps: int
@@ -31,11 +34,16 @@ class TrainSpec:
     trace_steps: int = 0
     seed: int = 0
     compile_dense: bool = False
+    checkpoint_every_steps: int = 0
+    num_checkpoints_kept: int = 2
+    asynchronous_checkpoints: bool = True
 
     def __post_init__(self) -> None:
         require_positive(num_steps=self.num_steps, learning_rate=self.learning_rate)
         require_positive(max_gradient_norm=self.max_gradient_norm, evaluate_every_steps=self.evaluate_every_steps)
         require_at_least(0, weight_decay=self.weight_decay, warmup_steps=self.warmup_steps, seed=self.seed)
         require_at_least(0, trace_steps=self.trace_steps)
+        require_at_least(0, checkpoint_every_steps=self.checkpoint_every_steps)
+        require_positive(num_checkpoints_kept=self.num_checkpoints_kept)
         rule = f"must not exceed num_steps = {self.num_steps}"
         require(self.warmup_steps <= self.num_steps, "warmup_steps", rule, self.warmup_steps)

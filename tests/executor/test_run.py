@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in __all__
 
-from executor.run import PlanRun, _work, is_better, warmup_steps_of, with_cache_ratios
+from executor.history import is_better
+from executor.run import PlanRun, _work, warmup_steps_of, with_cache_ratios
 from executor.train import Evaluation
 from planner.order import order_graph
 from simulator.errors import SpecError
