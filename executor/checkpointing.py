@@ -94,8 +94,6 @@ class Checkpointing:
         """Save the run if it is time to; after its last step, wait for what is under way."""
         train = self._trainer.train_spec
         if step == train.num_steps - 1:
-            if self._stopping is not None:
-                self._stopping.close_at(train.num_steps)
             self._wait()
         elif train.checkpoint_every_steps and (step + 1) % train.checkpoint_every_steps == 0:
             self._save(step + 1)

@@ -1,10 +1,9 @@
 """SIGINT and SIGTERM during a training: the ranks agree on a step to stop at, so that all can save it and end.
 
-A signal may reach all ranks or one, at any time, and the ranks' hosts are at different steps, on GPUs by many. A rank
-that knows of a signal says through the store before which step it stands, at its next one, and waits until all have
-said so; all go on to the furthest of these steps. Nobody waits in vain: a rank that waits has issued all its
-collectives of the steps before, and the others can reach their next step. Ranks learn of each other's signals by
-looking into the store now and then, so no step costs a collective, or a wait for the device.
+A signal may reach all ranks or one, at any time, and the ranks' hosts are at different steps, on GPUs by many. So rank
+0 decides, about twice a second: before a step it writes into the store whether all stop there, or at which step it
+decides again; the others read it before the same step. A rank that looked on its own might wait for others that have
+entered the step's collectives already. No step costs a collective or a wait for the device.
 """
 
 import contextlib
@@ -22,12 +21,12 @@ from simulator.errors import RunError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # A look into the store takes some 0.1 ms.
-POLL_SECONDS = 0.5
+DECISION_SECONDS = 0.5
 # Ctrl-C comes from the terminal and, passed on, from the launcher; what comes within this time is one and the same.
 SAME_SIGNAL_SECONDS = 1.0
-# A rank that needs longer to its next step has been given up by the collectives of the others.
+# If rank 0 needs longer to a step, the collectives of the others have given it up.
 _STEP_SECONDS = 300.0
-_NUMBER, _STEP = "stopping/number", "stopping/step"
+_NUMBER, _DECISION = "stopping/number", "stopping/decision"
 
 
 class Stopping:
@@ -42,8 +41,10 @@ class Stopping:
     def __init__(self, store: Store, *, rank: int, num_ranks: int) -> None:
         self._store, self._rank, self._num_ranks = store, rank, num_ranks
         self._number = 0
-        self._agreed: int | None = None
-        self._next_poll = 0.0
+        self._is_posted = False
+        self._next = 0  # step before which rank 0 decides
+        self._steps_between = 1
+        self._decided_seconds = 0.0
         self._cleanup = contextlib.ExitStack()
 
     def __enter__(self) -> "Stopping":
@@ -58,15 +59,15 @@ class Stopping:
         self._cleanup.close()
 
     def is_due(self, step: int) -> bool:
-        """Return whether all ranks stop before a step; each asks before every step of its own, in order."""
-        if self._agreed is None and self._is_wanted():
-            self._agreed = self._furthest(step) if self._num_ranks > 1 else step
-        return self._agreed == step
-
-    def close_at(self, num_steps: int) -> None:
-        """Say that this rank has done all steps, so that no other waits for it to stop."""
-        if self._num_ranks > 1 and self._agreed is None:
-            self._store.set(f"{_STEP}{self._rank}", str(num_steps))
+        """Return whether all ranks stop before a step; each asks before every step, from the same one on."""
+        if self._num_ranks == 1:
+            return self._number > 0
+        if self._number and not self._is_posted:
+            self._store.compare_set(_NUMBER, "", str(self._number))
+            self._is_posted = True
+        if step < self._next:
+            return False
+        return self._decide(step) if self._rank == 0 else self._follow(step)
 
     @property
     def signal_number(self) -> int:
@@ -75,33 +76,32 @@ class Stopping:
             return int(self._store.get(_NUMBER))
         return self._number
 
-    def _is_wanted(self) -> bool:
-        """Return whether a signal has come, here or, as far as is known, elsewhere."""
-        if self._num_ranks == 1:
-            return self._number > 0
-        if self._number:
-            self._store.compare_set(_NUMBER, "", str(self._number))
-            return True
+    def _decide(self, step: int) -> bool:
+        """Tell all ranks whether they stop before a step, or before which one they ask again."""
+        stops = self._is_posted or self._store.check([_NUMBER])
         now = time.monotonic()
-        if now < self._next_poll:
-            return False
-        self._next_poll = now + POLL_SECONDS
-        return self._store.check([_NUMBER])
+        if now - self._decided_seconds < DECISION_SECONDS / 2:
+            self._steps_between *= 2
+        elif now - self._decided_seconds > DECISION_SECONDS:
+            self._steps_between = max(self._steps_between // 2, 1)
+        self._decided_seconds = now
+        self._next = step if stops else step + self._steps_between
+        self._store.set(_DECISION, f"{step} {self._next}")
+        return stops
 
-    def _furthest(self, step: int) -> int:
-        """Say before which step this rank stands; return the furthest of all, once all have said theirs."""
-        self._store.set(f"{_STEP}{self._rank}", str(step))
-        keys = [f"{_STEP}{rank}" for rank in range(self._num_ranks)]
+    def _follow(self, step: int) -> bool:
+        """Do as rank 0 decided; where it has decided for a later step already, it did not stop before this one."""
         latest = time.monotonic() + _STEP_SECONDS
-        while not self._store.check(keys):
-            if time.monotonic() > latest:
-                missing = [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
-                raise RunError(
-                    f"a signal was to end the run, but rank {', '.join(missing)} came to no further step within "
-                    f"{_STEP_SECONDS:.0f} s"
-                )
-            time.sleep(0.02)
-        return max(int(self._store.get(key)) for key in keys)
+        decided = following = -1
+        while decided < step:
+            if self._store.check([_DECISION]):
+                decided, following = map(int, self._store.get(_DECISION).split())
+            if decided < step:
+                if time.monotonic() > latest:
+                    raise RunError(f"rank 0 did not come to step {step + 1} within {_STEP_SECONDS:.0f} s of this rank")
+                time.sleep(0.0005)
+        self._next = following if decided == step else decided
+        return decided == following == step
 
     def _take_signals(self) -> None:
         """Let signals be noticed by a thread: inside a collective no handler of Python's runs."""
