@@ -185,8 +185,8 @@ def checkpoint_state(trainer: Trainer, history: History) -> dict[str, Any]:
     state["losses"] = torch.tensor(history.losses, dtype=torch.float64)
     if history.best_weights:
         state["best"] = history.best_weights
-    if trainer.rank_states:
-        state[f"rank{trainer.place.rank}"] = {name: held.state_dict() for name, held in trainer.rank_states.items()}
+    if mine := _held_tensors(trainer):
+        state[f"rank{trainer.place.rank}"] = mine
     return state
 
 
@@ -227,12 +227,17 @@ def restore(trainer: Trainer, history: History, checkpoint: Checkpoint) -> None:
     history.restore(state["losses"].tolist(), manifest.evaluations, state.get("best", {}))
 
 
+def _held_tensors(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
+    """Return the tensors of this rank alone, by what holds them; what holds none is left out."""
+    found = {name: held.state_dict() for name, held in trainer.rank_states.items()}
+    return {name: tensors for name, tensors in found.items() if tensors}
+
+
 def _rank_states(trainer: Trainer, checkpoint: Checkpoint, stored: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
     """Return this rank's own tensors that a checkpoint has in the same form, by what holds them."""
     place, num_ranks = trainer.place, checkpoint.manifest.plan_file.plan.num_ranks
     found = {}
-    for name, held in trainer.rank_states.items():
-        tensors = held.state_dict()
+    for name, tensors in _held_tensors(trainer).items():
         prefix = f"rank{place.rank}.{name}"
         fits = all(_is_stored(f"{prefix}.{key}", value, stored) for key, value in tensors.items())
         if num_ranks == place.num_ranks and fits:

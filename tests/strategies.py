@@ -6,6 +6,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from simulator.specs.calibration import Calibration, CollectiveSample, ComputeSample
+from simulator.specs.checkpoint import CheckpointFile, CheckpointManifest, EvaluatedStep
 from simulator.specs.cluster import ClusterSpec, DeviceKind, DeviceSpec, LinkSpec
 from simulator.specs.decision import PlanFile, Prediction, RankedPlan
 from simulator.specs.fanout import FAN_OUT_KINDS, FanoutComparison, FanoutRow, FanoutSpec
@@ -566,3 +567,23 @@ def _plan_files(draw: st.DrawFn) -> PlanFile:
 
 
 plan_files = _plan_files()
+
+checkpoint_manifests = st.builds(
+    CheckpointManifest,
+    num_steps_done=st.integers(1, 10**9),
+    plan_file=plan_files,
+    evaluations=st.lists(
+        st.builds(
+            EvaluatedStep,
+            step=st.integers(0, 10**9),
+            train_accuracy_ratio=st.floats(0, 1),
+            val_accuracy_ratio=st.floats(0, 1),
+            test_accuracy_ratio=st.floats(0, 1),
+        ),
+        max_size=3,
+    ).map(tuple),
+    environment=pairs,
+    files=st.lists(
+        st.builds(CheckpointFile, name=texts, num_bytes=st.integers(0, 2**50), sha256=sha256s), max_size=3
+    ).map(tuple),
+)

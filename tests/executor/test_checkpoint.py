@@ -4,6 +4,7 @@ import json
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,8 +65,8 @@ def going_on(run: PlanRun, folder: Path, checkpoint: Path) -> PlanRun:
     return replace(run, plan_path=path, out=folder / "run", resume=str(checkpoint))
 
 
-def result_in(folder: Path) -> dict:
-    found: dict = json.loads((folder / "run/result.json").read_text())
+def result_in(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "run/result.json").read_text())
     return found
 
 
@@ -117,7 +118,7 @@ def test_all_ranks_write_their_share_of_a_checkpoint(matrix):
 # --- On one rank, in this process.
 
 
-def run_here(run: PlanRun) -> dict:
+def run_here(run: PlanRun) -> dict[str, Any]:
     """Run a plan on one rank in this process."""
     run.out.mkdir(exist_ok=True)
     _work([run], HashStore(), 0)
@@ -280,6 +281,15 @@ def test_the_state_of_a_rank_is_restored_on_as_many_ranks(tmp_path, caplog):
     trainer.rank_states["gradients"] = residual = Residual()
     restore(trainer, History(has_val_nodes=True), unchecked(path))
     assert residual.left.tolist() == [1, 2, 3]
+    assert warnings_of(caplog) == []
+
+
+def test_a_holder_of_nothing_is_no_part_of_a_checkpoint(tmp_path, caplog):
+    path = saved_with_residual(tmp_path)
+    trainer = trainer_of(planned(tmp_path, "b"))
+    trainer.rank_states["idle"] = torch.nn.ReLU()
+    assert "rank0" not in checkpoint_state(trainer, History(has_val_nodes=True))
+    restore(trainer, History(has_val_nodes=True), unchecked(path))
     assert warnings_of(caplog) == []
 
 

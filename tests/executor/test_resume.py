@@ -38,7 +38,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> PlanRun:
 
 
 @pytest.fixture
-def run(trained, tmp_path) -> PlanRun:
+def run(trained: PlanRun, tmp_path: Path) -> PlanRun:
     """A copy of that run."""
     shutil.copytree(trained.out, tmp_path / "run")
     return replace(trained, out=tmp_path / "run")
