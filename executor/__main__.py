@@ -4,8 +4,8 @@ import signal
 
 # Loading the rest takes most of a second; a Ctrl-C meanwhile ends the command as it should, not with a traceback.
 signal.signal(signal.SIGINT, signal.SIG_DFL)
-# Threads of libraries that start meanwhile must not take the signal later: `executor/launch.py` waits for it.
-_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+# Threads of libraries that start meanwhile must not take these signals later: `executor/launch.py` waits for them.
+_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
 
 from executor.cli import main  # noqa: E402
 

@@ -295,12 +295,24 @@ def train(
     out: Annotated[
         Path | None, typer.Option(help="Folder for measured.json, result.json and weights.pt; else the plan's.")
     ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|PATH",
+            help="Go on from a checkpoint: auto for the newest in the folder, if there is any, or the path of one; "
+            "also on another number of ranks or with another plan. [train] sets checkpoint_every_steps.",
+        ),
+    ] = None,
     json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
     """Train as a plan says: alone, starting the ranks of this host, or unchanged under torchrun on many hosts.
 
+    With train.checkpoint_every_steps, SIGTERM and Ctrl-C save the run and end it; a second one ends it at once.
+
     Example: graphpilot train plan.json --out run
+
+    Again after it was ended: graphpilot train plan.json --out run --resume auto
 
     On many hosts: torchrun --nproc-per-node 8 -m executor train plan.json
     """
@@ -310,7 +322,7 @@ def train(
 
     folder = plan.parent if out is None else out
     require_writable(folder / "result.json")
-    run_plan(PlanRun(plan_path=plan, out=folder, quiet=quiet or json))
+    run_plan(PlanRun(plan_path=plan, out=folder, quiet=quiet or json, resume=resume))
     if is_under_torchrun():
         return
     result: dict[str, Any] = json_module.loads((folder / "result.json").read_text())

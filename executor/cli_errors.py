@@ -22,8 +22,8 @@ INTERRUPTED_STATUS = 130
 
 @contextlib.contextmanager
 def threads_without_ctrl_c() -> Iterator[None]:
-    """Let the threads that libraries start meanwhile never take SIGINT: `executor/launch.py` waits for it alone."""
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    """Let threads that libraries start meanwhile take no SIGINT or SIGTERM: `executor/launch.py` waits for them."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield
     finally:

@@ -33,3 +33,12 @@ def making_sparse_csr() -> Iterator[None]:
         ):
             warnings.filterwarnings("ignore", message=message, category=UserWarning)
         yield
+
+
+def ignore_lone_process_warnings() -> None:
+    """Keep torch from warning that a checkpoint is of one process alone, as it is where a rank trains or reads alone.
+
+    The warning comes from a thread too, so a filter for a part of the code would not do.
+    """
+    message = "torch.distributed is disabled, unavailable or uninitialized"
+    warnings.filterwarnings("ignore", message=message, category=UserWarning)

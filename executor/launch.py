@@ -40,6 +40,8 @@ _CAUSES = "GRAPHPILOT_CAUSES"
 _SIGNAL_SECONDS = 0.3
 # Ranks begin after their imports, in 2 to 4 s on two busy cores; a signal waits no longer than this for them.
 _START_SECONDS = 15.0
+# What the launcher takes itself and passes on to its ranks.
+_TAKEN_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # Positions are padded to this, and so overwritten as a whole.
 _POSITION_BYTES = 256
@@ -74,7 +76,7 @@ def launch(work: Work, argument: Any, *, num_ranks: int, folder: Path) -> None:
 
     Raises:
         RunError: if a rank fails; an error of ours is raised again as it is.
-        Interrupted: after SIGINT or SIGTERM, when all ranks have ended.
+        Interrupted: after SIGINT or SIGTERM to the launcher or a rank, when all ranks have ended.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = LaunchConfig(
@@ -92,22 +94,26 @@ def launch(work: Work, argument: Any, *, num_ranks: int, folder: Path) -> None:
     _silence_the_agent()
     with (
         tempfile.TemporaryDirectory(prefix="graphpilot-") as folder_name,
-        _signals_of_the_launcher(causes := Path(folder_name), num_ranks),
+        _signals_of_the_launcher(causes := Path(folder_name), num_ranks) as taken,
     ):
         try:
-            _launch(config, work, argument, causes)
+            _launch(config, work, argument, causes, taken)
         except SignalException as error:
             raise Interrupted(error.sigval) from error
         finally:
             remove_unfinished(folder)
 
 
-def _launch(config: LaunchConfig, work: Work, argument: Any, causes: Path) -> None:
+def _launch(config: LaunchConfig, work: Work, argument: Any, causes: Path, taken: list[int]) -> None:
     try:
         elastic_launch(config, _run_as_child)(work, argument, causes)
     except ChildFailedError as error:
-        if error.get_first_failure()[1].exitcode in (-signal.SIGINT, -signal.SIGTERM):
+        code = error.get_first_failure()[1].exitcode
+        if code in (-signal.SIGINT, -signal.SIGTERM):
             time.sleep(_SIGNAL_SECONDS)
+        ending = [*taken, *(number for number in _TAKEN_SIGNALS if code == 128 + number)]
+        if ending and all(is_lost for is_lost, _, _ in _left_causes(causes)):
+            raise Interrupted(ending[0]) from error
         raise _cause(causes, error) from error
 
 
@@ -119,34 +125,39 @@ def _silence_the_agent() -> None:
 
 
 @contextlib.contextmanager
-def _signals_of_the_launcher(causes: Path, num_ranks: int) -> Iterator[None]:
-    """Keep Ctrl-C from the ranks while they start, and give signals back their handlers afterwards.
+def _signals_of_the_launcher(causes: Path, num_ranks: int) -> Iterator[list[int]]:
+    """Pass signals on to the ranks, and give them back their handlers afterwards; yields the numbers of those taken.
 
     A terminal sends SIGINT to every process of the command. The ranks inherit it blocked, else it would end them in
-    the middle of an import, with a traceback; a thread takes it here, and the launcher then ends the ranks. It does so
-    once all have begun: a rank that loses its launcher while it is being started ends with a traceback too.
+    the middle of an import, with a traceback; a thread takes it here, and passes it on once all have begun: a rank that
+    loses its launcher while it is being started ends with a traceback too. SIGTERM goes the same way: a rank ends at
+    once or, with checkpoints, once the run is saved, for which torchrun's own handler would leave it 30 seconds.
     """
+    taken: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield taken
         return
-    resource_tracker.ensure_running()  # it starts with the ranks and would unblock the signal
+    resource_tracker.ensure_running()  # it starts with the ranks and would unblock the signals
     handlers = {number: signal.getsignal(number) for number in _HANDLED_SIGNALS}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _TAKEN_SIGNALS)
     done = threading.Event()
 
     def take() -> None:
         while not done.is_set():
-            if signal.sigtimedwait({signal.SIGINT}, 0.1) is None:
+            found = signal.sigtimedwait(_TAKEN_SIGNALS, 0.1)
+            if found is None:
                 continue
+            taken.append(found.si_signo)
             latest = time.monotonic() + _START_SECONDS
             while not done.is_set() and len(list(causes.glob("*.begun"))) < num_ranks and time.monotonic() < latest:
                 time.sleep(0.02)
-            _thread.interrupt_main(signal.SIGINT)
+            if not done.is_set() and not _pass_on(found.si_signo, causes, num_ranks):
+                _thread.interrupt_main(signal.Signals(found.si_signo))
 
     thread = threading.Thread(target=take, daemon=True)
     thread.start()
     try:
-        yield
+        yield taken
     finally:
         done.set()
         thread.join()
@@ -155,12 +166,25 @@ def _signals_of_the_launcher(causes: Path, num_ranks: int) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _pass_on(number: int, causes: Path, num_ranks: int) -> bool:
+    """Send a signal to all ranks; return whether all had begun to work."""
+    begun = list(causes.glob("*.begun"))
+    for path in begun:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(path.read_text()), number)
+    return len(begun) == num_ranks
+
+
 def _run_as_child(work: Work, argument: Any, causes: Path) -> None:
     """Run the work as a rank that `launch` started; leave the reason in `causes` if it fails."""
     os.environ[_CAUSES] = str(causes)
-    (causes / f"rank{os.environ['RANK']}.begun").touch()
+    beginning = causes / f"rank{os.environ['RANK']}.pid"
+    beginning.write_text(str(os.getpid()))
+    beginning.replace(beginning.with_suffix(".begun"))
     try:
         run_as_rank(work, argument)
+    except Interrupted as error:
+        sys.exit(128 + error.signal_number)
     except Exception as error:
         _leave_cause(error)
         raise
@@ -218,11 +242,12 @@ def run_as_rank(work: Work, argument: Any) -> None:
     Raises:
         LostPeerError: if another rank failed first.
         RunError: if this rank fails; an error of ours is raised as it is.
+        Interrupted: if a signal ended the work in good order.
     """
-    # The launcher ends its ranks, also those that wait inside a collective, where no handler of Python's would run.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    # A signal ends a rank also inside a collective, where no handler of Python's would run; see `stopping.py`.
+    for number in _TAKEN_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _TAKEN_SIGNALS)
     rank = int(os.environ["RANK"])
     try:
         _telling_store()
@@ -275,8 +300,7 @@ def meet(store: Store, name: str, num_ranks: int, *, arrive: bool = True) -> Non
 
 def _cause(causes: Path, error: ChildFailedError) -> Exception:
     """Return what the first failing rank left behind; a rank that was killed left nothing but its exit code."""
-    found = [pickle.loads(path.read_bytes()) for path in causes.glob("*.pickle")]
-    is_lost, _, cause = min(found, key=lambda entry: entry[:2], default=(True, 0.0, None))
+    is_lost, _, cause = min(_left_causes(causes), key=lambda entry: entry[:2], default=(True, 0.0, None))
     rank, failure = error.get_first_failure()
     if cause is not None and not (is_lost and failure.exitcode < 0):
         assert isinstance(cause, Exception)
@@ -290,6 +314,11 @@ def _cause(causes: Path, error: ChildFailedError) -> Exception:
             f"rank {rank} was ended by {name} (exit code {failure.exitcode}){seen}, so all ranks ended{hint}"
         )
     return RunError(f"rank {rank} ended with exit code {failure.exitcode} before it could say why, so all ranks ended")
+
+
+def _left_causes(causes: Path) -> list[tuple[bool, float, Exception]]:
+    """Return what ranks left behind that failed: whether a peer was lost, when, and the error."""
+    return [pickle.loads(path.read_bytes()) for path in causes.glob("*.pickle")]
 
 
 def _told(error: Exception, rank: int) -> Exception:

@@ -119,8 +119,9 @@ def joined_mesh(
 @contextmanager
 def _process_groups(kind: DeviceKind, store: Store, rank: int, num_ranks: int) -> Iterator[dist.ProcessGroup]:
     """Make the process group of all ranks, and end all groups afterwards."""
-    if kind is DeviceKind.CPU and _is_single_host():
-        # gloo picks its interface by the host's name, which need not resolve on a machine without a network.
+    if _is_single_host():
+        # gloo picks its interface by the host's name, which need not resolve on a machine without a network. On GPUs
+        # checkpoints use it.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # Without device_id: with it, DeviceMesh splits the world's communicator, a crash in torch 2.11 with NCCL 2.28.
     dist.init_process_group(

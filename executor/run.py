@@ -17,17 +17,28 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # not in __all__
 
 from executor.agreement import Sizes, require_agreement, rows_of
+from executor.checkpoint import restore
+from executor.checkpointing import Checkpointing
 from executor.encodings import cache_folder, positional_encodings
 from executor.environment import environment
 from executor.heartbeat import Heartbeat, backstop_seconds
+from executor.history import History
 from executor.launch import is_under_torchrun, launch, meet, run_as_rank
 from executor.mesh import Place, joined_mesh
 from executor.position import Position
 from executor.progress import CountProgress
 from executor.record import Recorder, StepTracer, with_waiting
-from executor.train import Evaluation, Inputs, StepClock, Trainer, require_finite
+from executor.resume import (
+    changes_of_losses,
+    checkpoint_to_resume,
+    remove_unfinished_checkpoints,
+    require_no_checkpoints,
+    resume_hint,
+    unchecked,
+)
+from executor.train import Evaluation, Inputs, StepClock, Trainer
 from simulator.constraints import training_violations, violations
-from simulator.errors import PlanError
+from simulator.errors import PlanError, RunError, SpecError
 from simulator.readers.graphs import open_graph
 from simulator.readers.orders import read_order
 from simulator.readers.partitions import read_partition
@@ -35,7 +46,14 @@ from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.convert import to_plain
 from simulator.specs.decision import PlanFile
 from simulator.specs.document import content_sha256
-from simulator.specs.files import read_plan, remove_unfinished, write_atomic, write_text_atomic, write_trace
+from simulator.specs.files import (
+    read_calibration,
+    read_plan,
+    remove_unfinished,
+    write_atomic,
+    write_text_atomic,
+    write_trace,
+)
 from simulator.specs.plan import Plan
 from simulator.specs.program import TaskKind
 from simulator.specs.trace import Trace, TraceOrigin
@@ -53,11 +71,13 @@ class PlanRun:
         plan_path: `plan.json`; partition, order and relative graph paths start at its folder.
         out: gets `measured.json` (the trace), `result.json` (losses, accuracies) and `weights.pt` (best by validation).
         quiet: print no progress.
+        resume: "auto" for the newest checkpoint in `out`, if there is any, or the path of one; None starts afresh.
     """
 
     plan_path: Path
     out: Path
     quiet: bool = False
+    resume: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,17 +85,21 @@ class RunResult:
     """What a run came to.
 
     Attributes:
-        losses: of every step.
+        losses: of every step, also of those before a resume.
         evaluations: pairs of a step and its accuracies.
         best_step: step with the best validation accuracy, whose weights were kept.
+        first_step: from which this process trained; 0 unless it went on from a checkpoint.
         data_seconds: time that rank 0 spent on making batches, outside the steps.
+        checkpoint_seconds: time for which its training stood still for checkpoints, outside the steps.
     """
 
     losses: tuple[float, ...]
     evaluations: tuple[tuple[int, Evaluation], ...]
     best_step: int
     best: Evaluation
+    first_step: int
     data_seconds: float
+    checkpoint_seconds: float
     trace: Trace
 
 
@@ -91,7 +115,8 @@ def run_plans(runs: Sequence[PlanRun]) -> None:
 
     Raises:
         PlanError: if a plan cannot run here.
-        RunError: if a run fails, with the rank and the reason.
+        SpecError: if a checkpoint is corrupt, or of another training.
+        RunError: if a run fails, with the rank, the reason, and the checkpoint to go on from.
     """
     plans = [(run, read_plan(run.plan_path)) for run in runs]
     for _, file in plans:
@@ -101,8 +126,36 @@ def run_plans(runs: Sequence[PlanRun]) -> None:
         if file.graph.num_train_nodes == 0:
             path = file.graph.source.path
             raise PlanError(f"{path}: train_mask must hold a node to train on, got none; save y and train_mask too")
+    runs = [replace(run, resume=_checked_resume(run, file)) for run, file in plans]
     for run in runs:
         run.out.mkdir(parents=True, exist_ok=True)
+    try:
+        _start([(run, file) for run, (_, file) in zip(runs, plans, strict=True)])
+    except RunError as error:
+        hints = [hint for run in runs if (hint := resume_hint(run.out))]
+        raise type(error)("; ".join([str(error), *hints])) from error
+
+
+def _checked_resume(run: PlanRun, file: PlanFile) -> str | None:
+    """Return the path of the checkpoint that a run goes on from, after looking at all of it; None to start afresh."""
+    is_first = os.environ.get("RANK", "0") == "0"
+    if is_first:
+        remove_unfinished_checkpoints(run.out)
+    if run.resume is None:
+        if file.train.checkpoint_every_steps:
+            require_no_checkpoints(run.out)
+        return None
+    found = checkpoint_to_resume(run.resume, run.out, file)
+    if found is None:
+        return None
+    for change in changes_of_losses(found, file) if is_first else ():
+        logger.warning("%s: %s, so losses go on otherwise than in the run before", found.path, change)
+    return str(found.path)
+
+
+def _start(plans: list[tuple[PlanRun, PlanFile]]) -> None:
+    """Run every plan as a rank of torchrun's, or on ranks of this host."""
+    runs = [run for run, _ in plans]
     most_ranks = max(file.plan.num_ranks for _, file in plans)
     if is_under_torchrun():
         world_size = int(os.environ["WORLD_SIZE"])
@@ -117,8 +170,9 @@ def run_plans(runs: Sequence[PlanRun]) -> None:
     try:
         launch(_work, list(runs), num_ranks=most_ranks, folder=runs[0].out)
     finally:
-        for run in runs[1:]:
+        for run in runs:
             remove_unfinished(run.out)
+            remove_unfinished_checkpoints(run.out)
 
 
 def _check_devices(plans: list[tuple[PlanRun, PlanFile]], most_ranks: int) -> None:
@@ -187,11 +241,24 @@ def _train_as_rank(
         with position.waiting("the comparison of sizes"):
             require_agreement(store, place, _sizes(file, trainer))
         progress = CountProgress("training", "step", file.train.num_steps, quiet=run.quiet or rank > 0)
-        result, best_weights = train_loop(trainer, store, progress)
+        history = History(has_val_nodes=file.graph.num_val_nodes > 0)
+        if run.resume is not None:
+            restore(trainer, history, unchecked(Path(run.resume)))
+        checkpointing = Checkpointing(
+            trainer,
+            history,
+            store,
+            progress,
+            out=run.out,
+            plan_file=file,
+            first_step=len(history.losses),
+            calibration=_calibration_of(file, base) if rank == 0 else None,
+        )
+        result = train_loop(trainer, history, checkpointing, store, progress)
         position.reach("the end of the run")
     if rank == 0:
         trace = with_cache_ratios(result.trace, file.plan, file.cluster)
-        _write_result(run.out, file.plan, replace(result, trace=trace), best_weights)
+        _write_result(run.out, file.plan, replace(result, trace=trace), history.best_weights)
 
 
 def _sizes(file: PlanFile, trainer: Trainer) -> Sizes:
@@ -210,73 +277,85 @@ def _sizes(file: PlanFile, trainer: Trainer) -> Sizes:
     )
 
 
-def train_loop(trainer: Trainer, store: Store, progress: CountProgress) -> tuple[RunResult, dict[str, Tensor]]:
-    """Train to the end; return the result and the weights of the best evaluation, on the CPU.
+def _calibration_of(file: PlanFile, base: Path) -> Path | None:
+    """Return the calibration that priced a plan, if it lies beside it under its usual name."""
+    path = base / "calibration.json"
+    try:
+        is_it = path.exists() and content_sha256(read_calibration(path)) == file.calibration_sha256
+    except SpecError:
+        return None
+    return path if is_it else None
 
-    The first steps, `warmup_steps_of`, are slower and left out of the trace's durations; the last
-    `TrainSpec.trace_steps` are recorded task by task and left out too.
+
+def train_loop(
+    trainer: Trainer, history: History, checkpointing: Checkpointing, store: Store, progress: CountProgress
+) -> RunResult:
+    """Train from where `history` is to the end; return the result, and leave the best weights in `history`.
+
+    The first steps, `warmup_steps_of`, are slower and left out of the trace's durations, as are those beside which a
+    checkpoint was written, unless there are no others; the last `TrainSpec.trace_steps` are recorded task by task and
+    left out too.
 
     Args:
         store: through which the ranks of this plan hand their spans to rank 0.
     """
     train, place, position = trainer.train_spec, trainer.place, trainer.recorder.position
     clock = StepClock(place.device)
-    losses: list[Tensor] = []
-    evaluations: list[tuple[int, Evaluation]] = []
-    best_weights: dict[str, Tensor] = {}
-    best: Evaluation | None = None
-    best_step, data_seconds = 0, 0.0
+    first_step, data_seconds = len(history.losses), 0.0
+    was_shared: list[bool] = []  # of each step, whether a checkpoint was written beside it
     tracer = StepTracer(trainer.recorder, place)
-    with progress:
-        for step in range(train.num_steps):
+    with progress, checkpointing:
+        for step in range(first_step, train.num_steps):
+            is_traced = step >= train.num_steps - train.trace_steps
+            checkpointing.before_step(step, is_traced=is_traced)
             started = time.perf_counter()
             position.reach(f"the batch of step {step + 1}")
             data = trainer.batch(step)
             data_seconds += time.perf_counter() - started
-            is_traced = step >= train.num_steps - train.trace_steps
+            was_shared.append(checkpointing.is_writing)
             with tracer.step(step) if is_traced else contextlib.nullcontext():
                 clock.start()
-                losses.append(trainer.step(step, data))
+                history.add_loss(trainer.step(step, data))
                 clock.stop()
             is_last = step == train.num_steps - 1
             if (step + 1) % train.evaluate_every_steps == 0 or is_last:
-                unchecked = evaluations[-1][0] + 1 if evaluations else 0
                 position.reach(f"the evaluation after step {step + 1}")
                 with position.waiting("losses"):
-                    for earlier, loss in enumerate(losses[unchecked:], start=unchecked):
-                        require_finite(float(loss), earlier)
+                    history.read_losses()
                 evaluation = trainer.evaluate()
-                evaluations.append((step, evaluation))
-                if is_better(evaluation, best, has_val_nodes=trainer.graph.num_val_nodes > 0):
-                    best, best_step = evaluation, step
-                    best_weights = {name: value.cpu().clone() for name, value in trainer.model.state_dict().items()}
+                history.add_evaluation(step, evaluation, trainer.model)
                 accuracy = f"validation accuracy {evaluation.val_accuracy_ratio:.3f}"
-                progress.show(step + 1, f"loss {float(losses[-1]):.4f}, {accuracy}")
+                progress.show(step + 1, f"loss {history.losses[-1]:.4f}, {accuracy}")
+            checkpointing.after_step(step)
     position.reach("the gathering of traces")
     with position.waiting("the last step"):
         seconds = clock.seconds()
-    first_traced = train.num_steps - train.trace_steps
-    first_warm = min(warmup_steps_of(train.num_steps), first_traced)
+    num_steps = train.num_steps - first_step
+    first_traced = max(num_steps - train.trace_steps, 0)
+    first_warm = min(warmup_steps_of(num_steps), first_traced)
+    alone = [seconds[index] for index in range(first_warm, first_traced) if not was_shared[index]]
     spans = tracer.spans()
     gathered = _gather(store, place, (spans, peak_memory_bytes(place.device), place.cores))
     trace = Trace(
         origin=TraceOrigin.MEASURED,
         num_ranks=trainer.plan.num_ranks,
         spans=with_waiting(span for rank_spans, _, _ in gathered for span in rank_spans),
-        step_seconds=tuple(seconds[first_warm:first_traced]) or tuple(seconds[first_warm:]),
+        step_seconds=tuple(alone or seconds[first_warm:first_traced] or seconds[first_warm:]),
         traced_step_seconds=tuple(seconds[first_traced:]),
         peak_memory_bytes=tuple(peak for _, peak, _ in gathered),
         environment=environment(DeviceKind(place.device.type), cores=[cores for _, _, cores in gathered]),
     )
-    result = RunResult(
-        losses=tuple(float(loss) for loss in losses),
-        evaluations=tuple(evaluations),
-        best_step=best_step,
-        best=dict(evaluations)[best_step],
+    assert history.best is not None  # the last step is evaluated
+    return RunResult(
+        losses=tuple(history.losses),
+        evaluations=tuple(history.evaluations),
+        best_step=history.best[0],
+        best=history.best[1],
+        first_step=first_step,
         data_seconds=data_seconds,
+        checkpoint_seconds=checkpointing.seconds,
         trace=trace,
     )
-    return result, best_weights
 
 
 def with_cache_ratios(trace: Trace, plan: Plan, cluster: ClusterSpec) -> Trace:
@@ -288,14 +367,6 @@ def with_cache_ratios(trace: Trace, plan: Plan, cluster: ClusterSpec) -> Trace:
         for span in trace.spans
     )
     return replace(trace, spans=spans)
-
-
-def is_better(evaluation: Evaluation, best: Evaluation | None, *, has_val_nodes: bool) -> bool:
-    """Return whether an evaluation's weights are to be kept instead of the best ones so far.
-
-    The first of equals is kept; without nodes to validate on, the last.
-    """
-    return best is None or not has_val_nodes or evaluation.val_accuracy_ratio > best.val_accuracy_ratio
 
 
 def warmup_steps_of(num_steps: int) -> int:
@@ -326,6 +397,7 @@ def _write_result(out: Path, plan: Plan, result: RunResult, best_weights: dict[s
         "evaluations": [{"step": step, **asdict(evaluation)} for step, evaluation in result.evaluations],
         "best_step": result.best_step,
         "best": asdict(result.best),
+        "first_step": result.first_step,
         "median_step_seconds": result.trace.median_step_seconds,
         "data_seconds": result.data_seconds,
         "gradients": {
@@ -333,6 +405,7 @@ def _write_result(out: Path, plan: Plan, result: RunResult, best_weights: dict[s
             "overlap": plan.overlap_gradients,
             "compression": to_plain(plan.gradient_compression),
         },
+        "checkpoint_seconds": result.checkpoint_seconds,
         "environment": dict(result.trace.environment),
     }
     write_text_atomic(out / "result.json", json.dumps(content, indent=1))

@@ -5,11 +5,13 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.stateful import Stateful
 
 from executor.data import RankData, build_rank_data
 from executor.dense import compiled_dense
@@ -64,6 +66,9 @@ class Evaluation:
 class Trainer:
     """The state of a run on one rank: parameters, optimizer, batches.
 
+    `rank_states` holds by name what has state of this rank alone that checkpoints keep, such as a gradient reducer with
+    error feedback; its state is a flat table of tensors that stay where they are.
+
     Args:
         place: this rank in the plan's mesh.
     """
@@ -109,6 +114,7 @@ class Trainer:
             wire=TORCH_DTYPES[wire_dtype(plan)],
             compiled=compiled,
         )
+        self.rank_states: dict[str, Stateful] = {"gradients": self.gradients}
         self._batches: OrderedDict[tuple[int, ...], RankData] = OrderedDict()
         self._evaluation_data: RankData | None = None
         self._captured: tuple[CapturedFunction, CapturedFunction] | None = None
@@ -169,6 +175,48 @@ class Trainer:
             self.optimizer.param_groups[0]["capturable"] = is_capturing
             self.optimizer.step()
             self.gradients.zero()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that later steps depend on beside their numbers and the specs; it is alike on every rank.
+
+        Returns:
+            Tables of the tensors in use, by the parameters' names: "model" and "optimizer"; and "random", copies of the
+            states of torch's generators. To go on from other values, write them into the tensors: captured steps read
+            them where they are.
+        """
+        parameters = {name: value.detach() for name, value in self.model.named_parameters()}
+        random = {"cpu": torch.get_rng_state()}
+        if self.place.device.type == "cuda":
+            random["cuda"] = torch.cuda.get_rng_state(self.place.device)
+        return {"model": parameters, "optimizer": self._optimizer_state(), "random": random}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state; every tensor keeps its place in memory, so captured steps go on from it too.
+
+        Args:
+            state: as `state_dict` gives it, on any device; generators may be missing, and stay as they are then.
+        """
+        own = self.state_dict()
+        for name, value in own["model"].items():
+            value.copy_(state["model"][name])
+            for key, moment in own["optimizer"][name].items():
+                moment.copy_(state["optimizer"][name][key])
+        if "cpu" in state["random"]:
+            torch.set_rng_state(state["random"]["cpu"])
+        if "cuda" in state["random"] and self.place.device.type == "cuda":
+            torch.cuda.set_rng_state(state["random"]["cuda"], self.place.device)
+
+    def _optimizer_state(self) -> dict[str, dict[str, Tensor]]:
+        """Return the optimizer's tensors by parameter; they are made first where no step has made them."""
+        parameters = dict(self.model.named_parameters())
+        if not self.optimizer.state:
+            # A step by nothing: gradients are zero between steps, and so is the rate, which also scales the decay.
+            self.learning_rate.zero_()
+            self.optimizer.step()
+            for made in self.optimizer.state.values():
+                made["step"].zero_()
+        return {name: dict(self.optimizer.state[value]) for name, value in parameters.items()}
 
     def batch(self, step: int) -> RankData:
         """Return this rank's share of a step's batch; the last ones are kept on the device."""

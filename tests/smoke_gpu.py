@@ -38,7 +38,7 @@ MODEL = ModelSpec(
     edge_bias=EdgeBias.DEGREE,
     random_walk_encodings=4,
 )
-TRAIN = TrainSpec(num_steps=12, learning_rate=0.003, evaluate_every_steps=6, trace_steps=2)
+TRAIN = TrainSpec(num_steps=12, learning_rate=0.003, evaluate_every_steps=6, trace_steps=2, checkpoint_every_steps=5)
 GRAPH = CommunityGraph(num_nodes=6001, num_edges=40_000, num_classes=8)
 
 FULL_GRAPH = {
@@ -135,7 +135,18 @@ def main() -> int:
             runs.append(PlanRun(plan_path=out / "plan.json", out=out, quiet=True))
         run_plans(runs)
         losses = {}
+        # Each goes on from where one rank was after five steps: replayed or not, on one rank or two.
+        checkpoint = runs[0].out / "checkpoints/step00000005"
+        resumed = [replace(run, out=run.out / "resumed", resume=str(checkpoint)) for run in runs]
+        run_plans(resumed[: len(FULL_GRAPH.keys() & choices.keys())])
         for (name, _), run in zip(choices.items(), runs, strict=True):
+            if (run.out / "resumed").exists():
+                again = json.loads((run.out / "resumed/result.json").read_text())["losses"]
+                first = json.loads((runs[0].out / "result.json").read_text())["losses"]
+                error = max(abs(a / b - 1) for a, b in zip(again, first, strict=True))
+                print(f"{name:40} goes on from one rank with losses that differ by at most {error:.1e}")
+                if error > 1e-4:
+                    failures.append(f"{name} does not go on from a checkpoint")
             result = json.loads((run.out / "result.json").read_text())
             trace = read_trace(run.out / "measured.json")
             losses[name] = result["losses"]

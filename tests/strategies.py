@@ -6,6 +6,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from simulator.specs.calibration import Calibration, CollectiveSample, ComputeSample
+from simulator.specs.checkpoint import CheckpointFile, CheckpointManifest, EvaluatedStep
 from simulator.specs.cluster import ClusterSpec, DeviceKind, DeviceSpec, LinkSpec
 from simulator.specs.decision import PlanFile, Prediction, RankedPlan
 from simulator.specs.fanout import FAN_OUT_KINDS, FanoutComparison, FanoutRow, FanoutSpec
@@ -200,6 +201,9 @@ def _trains(draw: st.DrawFn) -> TrainSpec:
         compile_dense=draw(st.booleans()),
         collective_timeout_seconds=draw(st.just(0.0) | positive_seconds),
         cpu_affinity=draw(st.booleans()),
+        checkpoint_every_steps=draw(st.integers(0, 100)),
+        num_checkpoints_kept=draw(st.integers(1, 9)),
+        asynchronous_checkpoints=draw(st.booleans()),
     )
 
 
@@ -596,3 +600,23 @@ def _plan_files(draw: st.DrawFn) -> PlanFile:
 
 
 plan_files = _plan_files()
+
+checkpoint_manifests = st.builds(
+    CheckpointManifest,
+    num_steps_done=st.integers(1, 10**9),
+    plan_file=plan_files,
+    evaluations=st.lists(
+        st.builds(
+            EvaluatedStep,
+            step=st.integers(0, 10**9),
+            train_accuracy_ratio=st.floats(0, 1),
+            val_accuracy_ratio=st.floats(0, 1),
+            test_accuracy_ratio=st.floats(0, 1),
+        ),
+        max_size=3,
+    ).map(tuple),
+    environment=pairs,
+    files=st.lists(
+        st.builds(CheckpointFile, name=texts, num_bytes=st.integers(0, 2**50), sha256=sha256s), max_size=3
+    ).map(tuple),
+)

@@ -51,8 +51,8 @@ People write TOML. Every key is a field of a spec, and a quantity carries its un
     latency_seconds = "25 us"
     bandwidth_bytes_per_second = "400 Gb/s"
 
-Programs write JSON in base units. `plan.json` (a `PlanFile`), `calibration.json` (a `Calibration`) and `fanout.json`
-(a `FanoutComparison`):
+Programs write JSON in base units. `plan.json` (a `PlanFile`), `calibration.json` (a `Calibration`), `fanout.json`
+(a `FanoutComparison`) and `manifest.json` of a checkpoint (a `CheckpointManifest`):
 
     {
       "format": "graphpilot plan",
@@ -88,6 +88,7 @@ from typing import Any, BinaryIO
 
 from simulator.errors import SpecError
 from simulator.specs.calibration import Calibration
+from simulator.specs.checkpoint import CheckpointManifest
 from simulator.specs.chrome import chrome_events, chrome_headers, traces_from_chrome
 from simulator.specs.cluster import ClusterSpec
 from simulator.specs.convert import from_plain, shown, to_plain
@@ -183,6 +184,21 @@ def read_fanout(path: Path) -> FanoutComparison:
         SpecError: if the file cannot be read, is of another kind or version, or was changed.
     """
     return from_plain(FanoutComparison, document_content(_read_text(path), "fanout", where=str(path)), where=str(path))
+
+
+def write_manifest(path: Path, manifest: CheckpointManifest) -> None:
+    """Write what a checkpoint holds as JSON."""
+    write_text_atomic(path, document_text("checkpoint", to_plain(manifest)))
+
+
+def read_manifest(path: Path) -> CheckpointManifest:
+    """Return what `write_manifest` wrote.
+
+    Raises:
+        SpecError: if the file cannot be read, is of another kind or version, or was changed.
+    """
+    content = document_content(_read_text(path), "checkpoint", where=str(path))
+    return from_plain(CheckpointManifest, content, where=str(path))
 
 
 def write_trace(path: Path, trace: Trace) -> None:

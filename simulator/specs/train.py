@@ -23,6 +23,9 @@ class TrainSpec:
         collective_timeout_seconds: how long ranks wait for one that gets no further before all of them end; 0 for what
             `simulator/timeout.py` derives from the plan's prediction.
         cpu_affinity: each rank keeps to its share of its host's cores, on GPU hosts of those near its GPU.
+        checkpoint_every_steps: updates between checkpoints; 0 for none, also none on SIGTERM or Ctrl-C.
+        num_checkpoints_kept: the newest ones; older ones are removed once a newer one is whole.
+        asynchronous_checkpoints: write them while training goes on, from a copy in the host's memory.
     """
 
     num_steps: int
@@ -36,11 +39,16 @@ class TrainSpec:
     compile_dense: bool = False
     collective_timeout_seconds: float = 0.0
     cpu_affinity: bool = True
+    checkpoint_every_steps: int = 0
+    num_checkpoints_kept: int = 2
+    asynchronous_checkpoints: bool = True
 
     def __post_init__(self) -> None:
         require_positive(num_steps=self.num_steps, learning_rate=self.learning_rate)
         require_positive(max_gradient_norm=self.max_gradient_norm, evaluate_every_steps=self.evaluate_every_steps)
         require_at_least(0, weight_decay=self.weight_decay, warmup_steps=self.warmup_steps, seed=self.seed)
         require_at_least(0, trace_steps=self.trace_steps, collective_timeout_seconds=self.collective_timeout_seconds)
+        require_at_least(0, checkpoint_every_steps=self.checkpoint_every_steps)
+        require_positive(num_checkpoints_kept=self.num_checkpoints_kept)
         rule = f"must not exceed num_steps = {self.num_steps}"
         require(self.warmup_steps <= self.num_steps, "warmup_steps", rule, self.warmup_steps)

@@ -9,14 +9,21 @@ import os
 import signal
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import Store  # type: ignore[attr-defined]  # not in __all__
+# Threads of libraries must not take what is the launcher's, as in `executor/__main__.py`.
+_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
 
-from executor.cli_errors import told_status
-from executor.launch import launch, meet
-from simulator.errors import RunError, SpecError
-from simulator.specs.files import write_atomic
+from torch.distributed import Store  # type: ignore[attr-defined]  # noqa: E402  # not in __all__
+
+from executor.cli_errors import told_status  # noqa: E402
+from executor.launch import Interrupted, launch, meet  # noqa: E402
+from executor.stopping import Stopping  # noqa: E402
+from simulator.errors import RunError, SpecError  # noqa: E402
+from simulator.specs.files import write_atomic  # noqa: E402
+
+signal.pthread_sigmask(signal.SIG_SETMASK, _mask)
 
 
 def wait_for_ever(folder: Path, store: Store, rank: int) -> None:
@@ -52,6 +59,25 @@ def lose_each_other(folder: Path, store: Store, rank: int) -> None:
 def find_fault_in_a_file(folder: Path, store: Store, rank: int) -> None:
     """Fail with bad input, the same on all ranks."""
     raise SpecError("graph.npz: must be whole")
+
+
+def stay_in_a_collective(folder: Path, store: Store, rank: int) -> None:
+    """Wait in C++, as in a collective that another rank does not enter, with signals that are to save the run first."""
+    with Stopping(store, rank=rank, num_ranks=2):
+        (folder / f"here{rank}").touch()
+        store.wait(["never"], timedelta(seconds=60))
+
+
+def stop_at_a_step(folder: Path, store: Store, rank: int) -> None:
+    """End in good order at the step that both ranks agree on, and leave its number."""
+    with Stopping(store, rank=rank, num_ranks=2) as stopping:
+        (folder / f"here{rank}").touch()
+        for step in range(100_000):
+            if stopping.is_due(step):
+                (folder / f"stopped{rank}").write_text(str(step))
+                meet(store, "stopped", 2)
+                raise Interrupted(stopping.signal_number)
+            meet(store, f"step{step}", 2)
 
 
 def run_badly_on_rank_1(folder: Path, store: Store, rank: int) -> None:

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from executor.launch import Interrupted, LostPeerError, launch
+from executor.stopping import SAME_SIGNAL_SECONDS
 from simulator.errors import RunError, SpecError
 from tests.executor import launch_ranks
 from tests.executor.commands import Done, assert_all_gone, ended, wait_for_ranks
@@ -102,6 +103,34 @@ def test_a_signal_ends_all_ranks_silently_and_leaves_no_half_written_file(tmp_pa
     assert_all_gone(ranks)
     assert {path.name for path in tmp_path.iterdir()} <= {"mine.tmp", "here0", "here1"}
     assert (tmp_path / "mine.tmp").exists()
+
+
+@pytest.mark.parametrize("to_all", [True, False])
+def test_a_second_ctrl_c_ends_ranks_at_once_that_were_to_save_the_run_first(tmp_path, to_all):
+    process = start("stay_in_a_collective", tmp_path)
+    ranks = wait_for_ranks(process, 2)
+    wait_until_here(tmp_path)
+    for seconds in (SAME_SIGNAL_SECONDS + 2.0, 0.0):
+        if to_all:
+            os.killpg(process.pid, signal.SIGINT)
+        else:
+            process.send_signal(signal.SIGINT)
+        time.sleep(seconds)
+        assert seconds == 0.0 or process.poll() is None
+    assert ended(process, timeout_seconds=SECONDS_TO_END) == Done(status=130, out="", err="")
+    assert_all_gone(ranks)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ranks_that_end_in_good_order_after_a_signal_have_its_exit_status(tmp_path, number):
+    process = start("stop_at_a_step", tmp_path)
+    ranks = wait_for_ranks(process, 2)
+    wait_until_here(tmp_path)
+    ranks[1].send_signal(number)
+    assert ended(process, timeout_seconds=SECONDS_TO_END) == Done(status=128 + number, out="", err="")
+    assert_all_gone(ranks)
+    steps = [(tmp_path / f"stopped{rank}").read_text() for rank in range(2)]
+    assert steps[0] == steps[1]
 
 
 def test_a_signal_is_known_by_its_number():

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in __all__
 
+from executor.history import is_better
 from executor.launch import launch
-from executor.run import PlanRun, _work, is_better, warmup_steps_of, with_cache_ratios
+from executor.run import PlanRun, _work, warmup_steps_of, with_cache_ratios
 from executor.train import Evaluation
 from planner.order import order_graph
 from simulator.errors import PlanError, RunError, SpecError

@@ -184,6 +184,19 @@ def test_edges_between_the_parts_of_a_batch_are_kept_and_those_that_leave_it_are
     assert found == sorted((s, t) for s, t in pairs if s in inside and t in inside)
 
 
+def test_every_node_is_evaluated_by_one_rank_whatever_the_plan_trains_on():
+    part_N = np.arange(29) % 7
+    for replicas, ranks in ((1, 1), (3, 1), (1, 2), (2, 2)):
+        plan = plan_of(
+            GRAPH, part_N, 7, data_parallel_degree=replicas, graph_parallel_degree=ranks, parts_per_batch=ranks
+        )
+        trainers = trainers_of(plan, GRAPH, part_N)
+        for name, mask_N in (("train", GRAPH.train_mask_N), ("val", GRAPH.val_mask_N), ("test", GRAPH.test_mask_N)):
+            shares = [trainer._whole_graph() for trainer in trainers]
+            nodes = [node for data in shares for node in data.node_N[data.mask_rows[name]].tolist()]
+            assert sorted(nodes) == np.flatnonzero(mask_N).tolist()
+
+
 # --- Steps.
 
 

@@ -23,6 +23,7 @@ from simulator.specs.files import (
     read_calibration,
     read_cluster,
     read_fanout,
+    read_manifest,
     read_plan,
     read_run,
     read_trace,
@@ -31,6 +32,7 @@ from simulator.specs.files import (
     write_calibration,
     write_cluster,
     write_fanout,
+    write_manifest,
     write_plan,
     write_text_atomic,
     write_trace,
@@ -45,7 +47,15 @@ from simulator.specs.program import Phase, Stream, TaskKind
 from simulator.specs.search import SearchSpec
 from simulator.specs.trace import Span, Trace, TraceOrigin
 from simulator.specs.train import TrainSpec
-from tests.strategies import calibrations, clusters, fanout_comparisons, plan_files, runs, traces
+from tests.strategies import (
+    calibrations,
+    checkpoint_manifests,
+    clusters,
+    fanout_comparisons,
+    plan_files,
+    runs,
+    traces,
+)
 
 # Each example writes to the same folder anew.
 same_folder = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -301,6 +311,13 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
 
 
 # --- plan.json and calibration.json.
+
+
+@same_folder
+@given(manifest=checkpoint_manifests)
+def test_the_manifest_of_a_checkpoint_is_read_back(tmp_path, manifest):
+    write_manifest(tmp_path / "manifest.json", manifest)
+    assert read_manifest(tmp_path / "manifest.json") == manifest
 
 
 @given(plan_file=plan_files)

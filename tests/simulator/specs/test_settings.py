@@ -24,6 +24,8 @@ TRAIN = TrainSpec(num_steps=10, learning_rate=0.01)
         ("warmup_steps", 11, "must not exceed num_steps = 10, got 11"),
         ("trace_steps", -1, "must be finite and >= 0, got -1"),
         ("collective_timeout_seconds", float("inf"), "must be finite and >= 0, got inf"),
+        ("checkpoint_every_steps", -1, "must be finite and >= 0, got -1"),
+        ("num_checkpoints_kept", 0, "must be finite and > 0, got 0"),
     ],
 )
 def test_training_out_of_range_is_refused(field, value, rule):
