@@ -60,11 +60,15 @@ class RankWork:
 
 def rank_work(plan: Plan, *, step: int, seed: int) -> tuple[RankWork, ...]:
     """Return what each rank holds in a training step."""
+    degree = plan.graph_parallel_degree
     batches = batch_parts(plan, step=step, seed=seed)
-    return tuple(
-        _work_of_rank(plan, batches[rank // plan.graph_parallel_degree], rank % plan.graph_parallel_degree)
-        for rank in range(plan.num_ranks)
-    )
+    groups = {batch: _group_of_batch(plan, batch) for batch in set(batches)}
+    found = []
+    for rank in range(plan.num_ranks):
+        batch = batches[rank // degree]
+        work = _work_of_rank(plan, batch, rank % degree)
+        found.append(replace(work, group=_group_work(plan, batch, rank % degree, groups[batch])))
+    return tuple(found)
 
 
 def owned_parts(plan: Plan, batch: tuple[int, ...], graph_rank: int) -> tuple[int, ...]:
@@ -92,16 +96,36 @@ def _work_of_rank(plan: Plan, batch: tuple[int, ...], graph_rank: int) -> RankWo
         rows_to=tuple(_halo_rows(plan, source=mine, target=other) for other in others),
         rows_from=tuple(_halo_rows(plan, source=other, target=mine) for other in others),
         max_rows=max(sum(parts[part].num_nodes for part in other) for other in others),
-        group=_group_work(plan, batch, graph_rank),
     )
 
 
-def _group_work(plan: Plan, batch: tuple[int, ...], graph_rank: int) -> GroupWork:
-    """Return what a rank's exchanges move and what its attention then looks at."""
+def _group_of_batch(plan: Plan, batch: tuple[int, ...]) -> GroupWork:
+    """Return what all ranks of a graph group have in common; the rest is that of no rank yet."""
+    parts = plan.partition.parts
+    owned = [owned_parts(plan, batch, rank) for rank in range(plan.graph_parallel_degree)]
+    edges = _edge_counts(
+        plan,
+        [(part, source) for part in batch for source in batch],
+        sum(_edges_of_long_targets(plan, batch, own) for own in owned),
+    )
+    if len(batch) == len(parts):
+        edges = replace(edges, num_of_long_sources=sum(part.edges_out_of_long_sources for part in parts))
+    return GroupWork(
+        rows_by_rank=tuple(sum(parts[part].num_nodes for part in own) for own in owned),
+        max_pair_rows=max(_halo_rows(plan, source=source, target=target) for source in owned for target in owned),
+        group_edges=edges,
+    )
+
+
+def _group_work(plan: Plan, batch: tuple[int, ...], graph_rank: int, group: GroupWork) -> GroupWork:
+    """Return what a rank's exchanges move and what its attention then looks at.
+
+    Args:
+        group: of the batch.
+    """
     parts = plan.partition.parts
     owned = [owned_parts(plan, batch, rank) for rank in range(plan.graph_parallel_degree)]
     mine = owned[graph_rank]
-    is_whole = len(batch) == len(parts)
     outside = [(part, source) for part in mine for source in batch if source not in mine]
     outer_targets = sum(parts[part].edges_of_long_targets_from[source] for part, source in outside)
     inside = [(part, source) for part in mine for source in mine]
@@ -112,24 +136,18 @@ def _group_work(plan: Plan, batch: tuple[int, ...], graph_rank: int) -> GroupWor
         )
         for part in mine
     )
-    everything = [(part, source) for part in batch for source in batch]
-    group_edges = _edge_counts(plan, everything, sum(_edges_of_long_targets(plan, batch, own) for own in owned))
-    if is_whole:
+    if len(batch) == len(parts):
         outer_targets = sum(parts[part].outer_edges_of_long_targets for part in mine)
         boundary_rows = sum(parts[part].num_boundary_nodes for part in mine)
-        of_long_sources = sum(part.edges_out_of_long_sources for part in parts)
-        group_edges = replace(group_edges, num_of_long_sources=of_long_sources)
-    return GroupWork(
+    return replace(
+        group,
         graph_rank=graph_rank,
-        rows_by_rank=tuple(sum(parts[part].num_nodes for part in own) for own in owned),
         rows_to=tuple(_halo_rows(plan, source=mine, target=other) for other in owned),
         rows_from=tuple(_halo_rows(plan, source=other, target=mine) for other in owned),
-        max_pair_rows=max(_halo_rows(plan, source=source, target=target) for source in owned for target in owned),
         num_boundary_rows=boundary_rows,
         edges=_edge_counts(plan, inside + outside, _edges_of_long_targets(plan, batch, mine)),
         inner_edges=_edge_counts(plan, inside, sum(parts[part].inner_edges_of_long_targets for part in mine)),
         outer_edges=_edge_counts(plan, outside, outer_targets),
-        group_edges=group_edges,
     )
 
 
