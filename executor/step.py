@@ -63,7 +63,8 @@ class CudaGraphs:
     def capture(self, function: Callable[[], Tensor]) -> Captured:
         """Return a function captured; nothing of it runs."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        # Other threads, such as NCCL's, may call CUDA meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             output = function()
         return Captured(replay=graph.replay, output=output)
 

@@ -155,8 +155,11 @@ def _exchange_violations(plan: Plan, model: ModelSpec) -> list[str]:
 
 
 def step_mode_of(*, num_ranks: int, is_full_graph: bool, cluster: ClusterSpec) -> StepMode:
-    """Return the fastest way to launch the steps of a plan that it may have."""
-    # A replay repeats shapes and addresses, so batches must not change; collectives are not captured yet.
+    """Return how a search launches the steps of a plan.
+
+    A replay repeats shapes and addresses, so batches must not change. Steps of several ranks may be replayed with their
+    collectives, where a plan asks for it; then gradients are not reduced beside the backward pass.
+    """
     fits = num_ranks == 1 and is_full_graph and cluster.device.kind is DeviceKind.CUDA
     return StepMode.CUDA_GRAPH if fits else StepMode.EAGER
 
@@ -167,8 +170,6 @@ def _step_violations(plan: Plan, cluster: ClusterSpec) -> list[str]:
     found = []
     if cluster.device.kind is not DeviceKind.CUDA:
         found.append(f"step_mode must be eager on devices of kind {cluster.device.kind}, got {plan.step_mode}")
-    if plan.num_ranks > 1:
-        found.append(f"step_mode must be eager when {plan.num_ranks=}, got {plan.step_mode}")
     if not plan.is_full_graph:
         found.append(
             f"step_mode must be eager when {plan.parts_per_batch=} of {plan.partition.num_parts=}, got "

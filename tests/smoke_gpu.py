@@ -48,6 +48,13 @@ FULL_GRAPH = {
     "replayed, layers recomputed": Choices(step_mode=StepMode.CUDA_GRAPH, recompute=Recompute.LAYER),
     "replayed, dense parts compiled": Choices(step_mode=StepMode.CUDA_GRAPH),
     "halo": Choices(graph_parallel_degree=2),
+    "replayed on two": Choices(graph_parallel_degree=2, step_mode=StepMode.CUDA_GRAPH),
+    "replayed on two, overlapped halo": Choices(
+        graph_parallel_degree=2, step_mode=StepMode.CUDA_GRAPH, overlap_exchange=True
+    ),
+    "replayed on two, heads, dense parts compiled": Choices(
+        graph_parallel_degree=2, step_mode=StepMode.CUDA_GRAPH, exchange=Exchange.HEAD_ALL_TO_ALL
+    ),
     "all-gather": Choices(graph_parallel_degree=2, exchange=Exchange.ALL_GATHER),
     "overlapped halo": Choices(graph_parallel_degree=2, overlap_exchange=True),
     "overlapped halo and all-gather of rows, recomputed": Choices(
