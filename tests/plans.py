@@ -12,7 +12,7 @@ from simulator.specs.files import write_plan
 from simulator.specs.gradients import GradientCompression
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import ModelSpec
-from simulator.specs.plan import Exchange, ExchangePayload, Plan, Recompute, StepMode
+from simulator.specs.plan import Exchange, ExchangePayload, PartitionSpec, Plan, Recompute, StepMode
 from simulator.specs.train import TrainSpec
 from simulator.specs.units import MIB, Dtype
 
@@ -50,15 +50,23 @@ class Choices:
         return self.data_parallel_degree * self.graph_parallel_degree
 
 
-def plan_of(choices: Choices, graph: Graph, model: ModelSpec, folder: Path, *, seed: int = 0) -> Plan:
-    """Return the plan; its partition file goes to `folder`."""
+def plan_of(
+    choices: Choices,
+    graph: Graph,
+    model: ModelSpec,
+    folder: Path,
+    *,
+    seed: int = 0,
+    partition: PartitionSpec | None = None,
+) -> Plan:
+    """Return the plan; without a partition METIS's is taken, whose file goes to `folder`."""
     num_parts = choices.num_parts or choices.graph_parallel_degree
     exchange = choices.exchange if choices.graph_parallel_degree > 1 else Exchange.NONE
     recompute = choices.recompute
     return Plan(
         data_parallel_degree=choices.data_parallel_degree,
         graph_parallel_degree=choices.graph_parallel_degree,
-        partition=partition_graph(graph, num_parts, seed=seed, folder=folder),
+        partition=partition or partition_graph(graph, num_parts, seed=seed, folder=folder),
         parts_per_batch=choices.parts_per_batch or choices.graph_parallel_degree,
         exchange=exchange if isinstance(exchange, tuple) else (exchange,) * model.num_layers,
         recompute=recompute if isinstance(recompute, tuple) else (recompute,) * model.num_layers,
