@@ -202,9 +202,9 @@ def restore(trainer: Trainer, history: History, checkpoint: Checkpoint) -> None:
     reader = FileSystemReader(path)
     stored = reader.read_metadata().state_dict_metadata
     state = trainer.state_dict()
-    state["random"] = {
-        key: value for key, value in state["random"].items() if _is_stored(f"random.{key}", value, stored)
-    }
+    random = state.pop("random")  # a checkpoint of GPUs may go on on cores, and the other way round
+    if kept := {key: value for key, value in random.items() if _is_stored(f"random.{key}", value, stored)}:
+        state["random"] = kept
     state["losses"] = torch.empty(manifest.num_steps_done, dtype=torch.float64)
     if manifest.evaluations:
         weights = trainer.model.state_dict()

@@ -202,10 +202,11 @@ class Trainer:
             value.copy_(state["model"][name])
             for key, moment in own["optimizer"][name].items():
                 moment.copy_(state["optimizer"][name][key])
-        if "cpu" in state["random"]:
-            torch.set_rng_state(state["random"]["cpu"])
-        if "cuda" in state["random"] and self.place.device.type == "cuda":
-            torch.cuda.set_rng_state(state["random"]["cuda"], self.place.device)
+        random = state.get("random", {})
+        if "cpu" in random:
+            torch.set_rng_state(random["cpu"])
+        if "cuda" in random and self.place.device.type == "cuda":
+            torch.cuda.set_rng_state(random["cuda"], self.place.device)
 
     def _optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """Return the optimizer's tensors by parameter; they are made first where no step has made them."""

@@ -77,7 +77,6 @@ def assert_saved(run: PlanRun, done: Done) -> None:
     [
         (signal.SIGINT, "all"),  # Ctrl-C
         (signal.SIGTERM, "parent"),  # as job schedulers do
-        (signal.SIGINT, "parent"),
         (signal.SIGTERM, "rank 1"),
     ],
 )
