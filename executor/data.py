@@ -13,11 +13,41 @@ from executor.attention.graph import EdgeGraph
 from executor.compat import making_sparse_csr
 from executor.exchange import ExchangeLayout
 from executor.operations import SparseFeatures
+from executor.sampling.neighbourhood import Neighbourhood
 from simulator.readers.graphs import Graph
 from simulator.specs.model import NUM_DEGREE_BUCKETS
 from simulator.specs.plan import Exchange
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """A run's arrays, the same on every rank.
+
+    Attributes:
+        part_N: part of each node.
+        encodings: positional encodings, [N, columns], or None.
+        order_N: the nodes in the plan's order; None for the natural one.
+    """
+
+    graph: Graph
+    part_N: np.ndarray
+    encodings: np.ndarray | None
+    order_N: np.ndarray | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerData:
+    """What one layer attends to in a batch of sampled neighbourhoods.
+
+    Attributes:
+        edges: from the layer's rows to the first of them.
+        degree_bucket_E: as in `RankData`.
+    """
+
+    edges: EdgeGraph
+    degree_bucket_E: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +65,8 @@ class RankData:
         train_row_T, train_label_T: own rows that the loss uses, and their labels.
         num_train_rows_of_step: rows that the loss uses on all ranks of the step.
         mask_rows: own labelled rows by split, "train", "val" and "test".
+        layers: of sampled neighbourhoods, what each layer attends to; then `edges` and `degree_bucket_E` are empty,
+            `node_N` and features those of the first layer's rows, labels those of the last one's. Else empty.
     """
 
     dtype: torch.dtype
@@ -49,6 +81,25 @@ class RankData:
     train_label_T: Tensor
     num_train_rows_of_step: int
     mask_rows: Mapping[str, Tensor]
+    layers: tuple[LayerData, ...] = ()
+
+    def attended(self, layer: int, exchange: Exchange) -> tuple[EdgeGraph, Tensor | None]:
+        """Return the edges that a layer attends along under an exchange, and their degree buckets."""
+        if self.layers:
+            return self.layers[layer].edges, self.layers[layer].degree_bucket_E
+        return self.edges[exchange], self.degree_bucket_E
+
+    def target_node_N(self, layer: int) -> Tensor:
+        """Return the global ids of the rows that a layer returns."""
+        return self.node_N[: self.layers[layer].edges.num_targets] if self.layers else self.node_N
+
+    def batch_shape(self, num_graph_nodes: int) -> tuple[int, ...]:
+        """Return the shape of the task that made this batch, counted."""
+        graphs = [layer.edges for layer in self.layers] or list(self.edges.values())[:1]
+        num_features = 0 if self.dense_NF is None else self.dense_NF.numel()
+        num_features += 0 if self.sparse is None else self.sparse.num_entries
+        first = graphs[-1].num_targets if self.layers else num_graph_nodes
+        return first, len(self.node_N), sum(graph.num_edges for graph in graphs), num_features
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,18 +129,26 @@ class LocalEdges:
 
 
 def local_edges(
-    graph: Graph, owner_N: np.ndarray, *, graph_rank: int, num_ranks: int, order_N: np.ndarray | None = None
+    graph: Graph,
+    owner_N: np.ndarray,
+    *,
+    graph_rank: int,
+    num_ranks: int,
+    order_N: np.ndarray | None = None,
+    inside_N: np.ndarray | None = None,
 ) -> LocalEdges:
     """Return what one rank of a graph group holds of a batch.
 
     Args:
         owner_N: rank of the group that owns each node of the graph; -1 for nodes outside the batch.
         order_N: all nodes in the plan's order; None for the natural one.
+        inside_N: part of each node, for a lone rank, where edges between parts are dropped; None where they are kept.
     """
+    assert inside_N is None or num_ranks == 1, num_ranks
     place_N = _places(order_N, graph.num_nodes)
     rows_by_rank = _nodes_by_rank(owner_N, num_ranks, order_N)
     node_N = rows_by_rank[graph_rank]
-    indptr_N1, source_E = _edges_into(graph, node_N, owner_N)
+    indptr_N1, source_E = _edges_into(graph, node_N, owner_N, inside_N)
     owner_E = owner_N[source_E]
     halo = _distinct(source_E[owner_E != graph_rank], graph.num_nodes)
     halo_M = halo[np.lexsort((place_N[halo], owner_N[halo]))]
@@ -127,13 +186,17 @@ def _places(order_N: np.ndarray | None, num_nodes: int) -> np.ndarray:
     return place_N
 
 
-def _edges_into(graph: Graph, node_N: np.ndarray, owner_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return row pointers and sources of the edges into some nodes from nodes of the batch."""
+def _edges_into(
+    graph: Graph, node_N: np.ndarray, owner_N: np.ndarray, inside_N: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return row pointers and sources of the edges into some nodes from nodes of the batch, or of their own parts."""
     starts_N, counts_N = graph.indptr_N[node_N], np.diff(graph.indptr_N)[node_N]
     offsets_N = np.concatenate([[0], np.cumsum(counts_N)])
     position_E = np.arange(offsets_N[-1]) + np.repeat(starts_N - offsets_N[:-1], counts_N)
     source_E = graph.source_E[position_E].astype(np.int64)
     keep_E = owner_N[source_E] >= 0
+    if inside_N is not None:
+        keep_E &= inside_N[source_E] == np.repeat(inside_N[node_N], counts_N)
     kept_before = np.concatenate([[0], np.cumsum(keep_E)])
     return kept_before[offsets_N], source_E[keep_E]
 
@@ -168,6 +231,7 @@ def build_rank_data(
     num_train_rows_of_step: int,
     dtype: torch.dtype,
     device: torch.device,
+    inside_N: np.ndarray | None = None,
 ) -> RankData:
     """Return one rank's tensors of a batch on its device.
 
@@ -177,8 +241,9 @@ def build_rank_data(
         order_N: all nodes in the plan's order; None for the natural one.
         degree_buckets: whether the model biases scores by degree.
         num_train_rows_of_step: labelled training rows on all ranks, replicas included.
+        inside_N: part of each node where edges between parts are dropped; None where they are kept.
     """
-    local = local_edges(graph, owner_N, graph_rank=graph_rank, num_ranks=num_ranks, order_N=order_N)
+    local = local_edges(graph, owner_N, graph_rank=graph_rank, num_ranks=num_ranks, order_N=order_N, inside_N=inside_N)
     rows_by_rank = _nodes_by_rank(owner_N, num_ranks, order_N)
     train_row_T = np.flatnonzero(graph.train_mask_N[local.node_N])
     labels_N = np.asarray(graph.labels_N[local.node_N])
@@ -203,6 +268,65 @@ def build_rank_data(
         num_train_rows_of_step=num_train_rows_of_step,
         mask_rows={name: _tensor(np.flatnonzero(mask[local.node_N]), device) for name, mask in masks.items()},
     )
+
+
+def build_sampled_data(
+    graph: Graph,
+    encodings: np.ndarray | None,
+    sample: Neighbourhood,
+    *,
+    degree_buckets: bool,
+    num_train_rows_of_step: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> RankData:
+    """Return the tensors of sampled neighbourhoods on a device; every seed is a node to train on.
+
+    Args:
+        encodings, degree_buckets, num_train_rows_of_step: as in `build_rank_data`.
+    """
+    num_seeds = len(sample.layers[-1].indptr_N1) - 1
+    labels_N = np.asarray(graph.labels_N[sample.node_N[:num_seeds]])
+    buckets_N = degree_buckets_of_nodes(graph, sample.node_N) if degree_buckets else None
+    layers = [
+        LayerData(
+            edges=EdgeGraph(
+                indptr_N1=_tensor(layer.indptr_N1, device),
+                source_E=_tensor(layer.source_E, device),
+                num_sources=layer.num_sources,
+            ),
+            degree_bucket_E=None if buckets_N is None else _tensor(buckets_N[layer.source_E], device),
+        )
+        for layer in sample.layers
+    ]
+    no_rows = torch.zeros(0, dtype=torch.int64, device=device)
+    label_N = _tensor(labels_N, device)
+    return RankData(
+        dtype=dtype,
+        node_N=_tensor(sample.node_N, device),
+        dense_NF=_dense_input(graph, encodings, sample.node_N, dtype, device),
+        sparse=_sparse_input(graph, sample.node_N, device),
+        edges={},
+        degree_bucket_E=None,
+        layout=ExchangeLayout(
+            send_row_S=no_rows, rows_to=(0,), rows_from=(0,), max_rows=len(sample.node_N), group=None
+        ),
+        label_N=label_N,
+        train_row_T=torch.arange(num_seeds, device=device),
+        train_label_T=label_N,
+        num_train_rows_of_step=num_train_rows_of_step,
+        mask_rows={},
+        layers=tuple(layers),
+    )
+
+
+def prepare_attention(data: RankData) -> RankData:
+    """Return a batch after making what attention needs of its edges, which would else be made inside the step."""
+    for graph in (*data.edges.values(), *(layer.edges for layer in data.layers)):
+        _ = graph.num_edges_of_long_rows, graph.transpose
+        if graph.device.type == "cuda":
+            _ = graph.work, graph.transpose.work
+    return data
 
 
 def _edge_graph(
@@ -231,8 +355,14 @@ def _edge_graph(
 
 def degree_buckets_of(graph: Graph) -> np.ndarray:
     """Return the bucket of each node's degree: powers of two, the last takes all that is larger."""
-    degree_N = np.maximum(np.diff(graph.indptr_N), 1)
-    return np.minimum(np.log2(degree_N).astype(np.int64), NUM_DEGREE_BUCKETS - 1)
+    return degree_buckets_of_nodes(graph, np.arange(graph.num_nodes))
+
+
+def degree_buckets_of_nodes(graph: Graph, node_N: np.ndarray) -> np.ndarray:
+    """Return the bucket of the degree in the graph of each of some nodes."""
+    degree_N = np.maximum(graph.indptr_N[node_N + 1] - graph.indptr_N[node_N], 1)
+    buckets_N: np.ndarray = np.minimum(np.log2(degree_N).astype(np.int64), NUM_DEGREE_BUCKETS - 1)
+    return buckets_N
 
 
 def _dense_input(
@@ -245,7 +375,7 @@ def _dense_input(
         columns.append(encodings[node_N])
     if not columns:
         return None
-    return torch.from_numpy(np.concatenate(columns, axis=1)).to(device=device, dtype=dtype)
+    return _tensor(np.concatenate(columns, axis=1), device).to(dtype)
 
 
 def _sparse_input(graph: Graph, node_N: np.ndarray, device: torch.device) -> SparseFeatures | None:
@@ -267,4 +397,6 @@ def _csr_tensor(matrix: scipy.sparse.csr_array, device: torch.device) -> Tensor:
 
 
 def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    # From pinned memory a copy runs beside the host, in the order of the stream; torch frees the memory after it.
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

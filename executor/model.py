@@ -95,7 +95,7 @@ class GraphTransformer(nn.Module):
         self.head = Head(graph, model)
 
     def forward(self, data: RankData, settings: ForwardSettings) -> Tensor:
-        """Return the logits of this rank's nodes, [N, classes], in the precision of `data`."""
+        """Return the logits of this rank's nodes, of samples the seeds, [N, classes], in the precision of `data`."""
         if settings.weights is None:
             settings = replace(settings, weights=dict(self.named_parameters()))
         h_ND = self._input(data, settings)
@@ -136,19 +136,22 @@ class GraphTransformer(nn.Module):
             embedded_ND = run("input.features", operations.SPARSE_LINEAR, data.sparse, weights["features"], data.dtype)
             h_ND = embedded_ND if h_ND is None else run("input.sum", operations.RESIDUAL, h_ND, embedded_ND)
         assert h_ND is not None, "a graph has features, at least its degrees"
-        dropout = self._dropout(data, settings, "input.dropout")
+        dropout = self._dropout(data.node_N, settings, "input.dropout")
         return h_ND if dropout is None else dropout.of(h_ND, run, "input.dropout", 0)
 
     def _layer(self, index: int, h_ND: Tensor, data: RankData, settings: ForwardSettings) -> Tensor:
         name = f"layer{index}"
         weights = _weights_of(settings, name)
-        dropout = self._dropout(data, settings, f"{name}.attention_dropout", f"{name}.feed_forward_dropout")
+        node_N = data.target_node_N(index)
+        dropout = self._dropout(node_N, settings, f"{name}.attention_dropout", f"{name}.feed_forward_dropout")
         compiled = None if self.recorder.is_on else settings.compiled
         run = self._run_in(name)
         if compiled is None:
             q_ND, kv_N2D = before_attention(run, weights, h_ND)
         else:
             q_ND, kv_N2D = compiled.before(weights, h_ND)
+        if data.layers:
+            q_ND, h_ND = run("targets", operations.TARGET_ROWS, q_ND, h_ND, len(node_N))
         x_ND = self._attention(index, q_ND, kv_N2D, data, settings)
         if compiled is None:
             return after_attention(run, weights, h_ND, x_ND, dropout)
@@ -159,11 +162,11 @@ class GraphTransformer(nn.Module):
         if settings.attend is not None:
             return settings.attend(_weights_of(settings, name), q_ND, kv_N2D)
         kv_M2D = exchange_rows(kv_N2D, exchange, data.layout, recorder=self.recorder, layer=name)
-        edges = data.edges[exchange]
+        edges, degree_bucket_E = data.attended(index, exchange)
         bias_EH = None
         if self.model.edge_bias is EdgeBias.DEGREE:
             table_BH = _weights_of(settings, name)["edge_bias"]
-            bias_EH = run(f"{name}.edge_bias", operations.EDGE_BIAS, table_BH, data.degree_bucket_E)
+            bias_EH = run(f"{name}.edge_bias", operations.EDGE_BIAS, table_BH, degree_bucket_E)
         return run(  # type: ignore[no-any-return]
             f"{name}.attention", operations.ATTENTION, q_ND, kv_M2D, bias_EH, edges, self.model.num_heads
         )
@@ -171,12 +174,12 @@ class GraphTransformer(nn.Module):
     def _run_in(self, layer: str) -> Run:
         return lambda task, operation, *arguments: self.recorder.run(f"{layer}.{task}", operation, *arguments)
 
-    def _dropout(self, data: RankData, settings: ForwardSettings, *names: str) -> Dropout | None:
+    def _dropout(self, node_N: Tensor, settings: ForwardSettings, *names: str) -> Dropout | None:
         """Return the dropout of some tasks, each with a seed of its own; None when it is off."""
         if settings.dropout_word is None or self.model.dropout_ratio == 0:
             return None
         seeds = tuple(settings.dropout_word ^ signed(zlib.crc32(name.encode())) for name in names)
-        return Dropout(ratio=self.model.dropout_ratio, node_N=data.node_N, seeds=seeds)
+        return Dropout(ratio=self.model.dropout_ratio, node_N=node_N, seeds=seeds)
 
 
 def _weights_of(settings: ForwardSettings, module: str) -> Weights:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from executor.mesh import Place
 from executor.operations import Operation
-from simulator.specs.program import Phase, Stream, TaskKind, task_name
+from simulator.specs.program import Phase, TaskKind, stream_of, task_name
 from simulator.specs.trace import Span
 from simulator.specs.units import Dtype
 
@@ -104,6 +104,11 @@ class Recorder:
         yield
         if phase is not Phase.BACKWARD:
             self._close()
+
+    def shaped(self, shape: tuple[int, ...]) -> None:
+        """Give the task that is under way its shape, where that is known only once it is done."""
+        if self._open is not None:
+            self._open.shape = shape
 
     @contextlib.contextmanager
     def recomputing(self) -> Iterator[None]:
@@ -205,7 +210,7 @@ def _span_of_mark(mark: Mark, step: int, rank: int) -> Span:
     return Span(
         rank=rank,
         step=step,
-        stream=_stream_of(mark.kind),
+        stream=stream_of(mark.kind),
         name=mark.name,
         kind=mark.kind,
         phase=mark.phase,
@@ -301,10 +306,6 @@ def spans_of_kernels(events: Sequence[dict[str, Any]], marks: Iterable[Mark], *,
             )
         )
     return spans
-
-
-def _stream_of(kind: TaskKind) -> Stream:
-    return Stream.COMMUNICATION if kind.is_collective else Stream.COMPUTE
 
 
 def with_waiting(spans: Iterable[Span]) -> tuple[Span, ...]:

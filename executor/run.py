@@ -32,8 +32,8 @@ from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.decision import PlanFile
 from simulator.specs.files import read_plan, remove_unfinished, write_atomic, write_text_atomic, write_trace
 from simulator.specs.plan import Plan
-from simulator.specs.program import TaskKind
-from simulator.specs.trace import Trace, TraceOrigin
+from simulator.specs.program import Phase, TaskKind, stream_of
+from simulator.specs.trace import Span, Trace, TraceOrigin
 from simulator.workload import beyond_cache_ratio_of
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,8 @@ class RunResult:
         losses: of every step.
         evaluations: pairs of a step and its accuracies.
         best_step: step with the best validation accuracy, whose weights were kept.
-        data_seconds: time that rank 0 spent on making batches, outside the steps.
+        data_seconds: time that rank 0 spent on making batches or waiting for them; outside the steps where batches are
+            made once, else inside.
     """
 
     losses: tuple[float, ...]
@@ -163,7 +164,8 @@ def _work_on_plan(run: PlanRun, file: PlanFile, store: Store, rank: int) -> None
         recorder = Recorder(annotate=kind is DeviceKind.CUDA, precision=file.plan.precision)
         trainer = Trainer(file.plan, file.graph, file.model, file.train, inputs, place, recorder)
         progress = CountProgress("training", "step", file.train.num_steps, quiet=run.quiet or rank > 0)
-        result, best_weights = train_loop(trainer, store, progress)
+        with contextlib.closing(trainer):
+            result, best_weights = train_loop(trainer, store, progress)
     if rank == 0:
         trace = with_cache_ratios(result.trace, file.plan, file.cluster)
         _write_result(run.out, replace(result, trace=trace), best_weights)
@@ -189,11 +191,15 @@ def train_loop(trainer: Trainer, store: Store, progress: CountProgress) -> tuple
     with progress:
         for step in range(train.num_steps):
             started = time.perf_counter()
-            data = trainer.batch(step)
+            if not trainer.plan.loads_batches:
+                trainer.batch(step)  # made once, and not for this step alone
             data_seconds += time.perf_counter() - started
             is_traced = step >= train.num_steps - train.trace_steps
             with tracer.step(step) if is_traced else contextlib.nullcontext():
                 clock.start()
+                started = time.perf_counter()
+                data = trainer.batch(step)
+                data_seconds += time.perf_counter() - started
                 losses.append(trainer.step(step, data))
                 clock.stop()
             is_last = step == train.num_steps - 1
@@ -211,7 +217,7 @@ def train_loop(trainer: Trainer, store: Store, progress: CountProgress) -> tuple
     seconds = clock.seconds()
     first_traced = train.num_steps - train.trace_steps
     first_warm = min(warmup_steps_of(train.num_steps), first_traced)
-    spans = tracer.spans()
+    spans = [*tracer.spans(), *batch_spans(trainer, tracer.spans())]
     gathered = _gather(store, place, (spans, peak_memory_bytes(place.device)))
     trace = Trace(
         origin=TraceOrigin.MEASURED,
@@ -231,6 +237,32 @@ def train_loop(trainer: Trainer, store: Store, progress: CountProgress) -> tuple
         trace=trace,
     )
     return result, best_weights
+
+
+def batch_spans(trainer: Trainer, spans: Sequence[Span]) -> list[Span]:
+    """Return a span for each traced step of this rank in which a thread made a batch for a later step."""
+    starts: dict[int, float] = {}
+    for span in spans:
+        starts[span.step] = min(starts.get(span.step, span.start_seconds), span.start_seconds)
+    found = []
+    for step, start_seconds in starts.items():
+        making = trainer.batches.making(step)
+        if making is not None:
+            found.append(
+                Span(
+                    rank=trainer.place.rank,
+                    step=step,
+                    stream=stream_of(trainer.batch_kind),
+                    name="batch",
+                    kind=trainer.batch_kind,
+                    phase=Phase.FORWARD,
+                    shape=making.shape,
+                    start_seconds=start_seconds + making.start_seconds,
+                    duration_seconds=making.duration_seconds,
+                    dtype=trainer.plan.precision,
+                )
+            )
+    return found
 
 
 def with_cache_ratios(trace: Trace, plan: Plan, cluster: ClusterSpec) -> Trace:

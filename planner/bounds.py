@@ -2,7 +2,7 @@
 
 from simulator.simulation import Pricing
 from simulator.specs.cost import CollectiveCost
-from simulator.specs.program import Program, Task
+from simulator.specs.program import Program, Stream, Task
 
 
 def lower_bound_seconds(costs: Pricing, program: Program) -> float:
@@ -22,7 +22,13 @@ def lower_bound_seconds(costs: Pricing, program: Program) -> float:
         known[key] = costs.collectives.price(tuple(tasks_of_group))
     busiest = 0.0
     for tasks in program.tasks:
-        compute = sum(computes.price(task).device_seconds for task in tasks if not task.kind.is_collective)
+        compute = sum(computes.price(task).device_seconds for task in tasks if not _is_beside(task))
+        beside = sum(computes.price(task).device_seconds for task in tasks if task.stream is Stream.LOADER)
         fixed = sum(known[task.name, task.group].latency_seconds for task in tasks if task.kind.is_collective)
-        busiest = max(busiest, compute, fixed)
+        busiest = max(busiest, compute, beside, fixed)
     return busiest
+
+
+def _is_beside(task: Task) -> bool:
+    """Return whether a task runs beside the device's compute tasks."""
+    return task.kind.is_collective or (task.stream is Stream.LOADER and not task.blocks_host)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from simulator.specs.decision import PlanFile
 from simulator.specs.order import NodeOrder
 from simulator.specs.plan import Exchange, Plan, Recompute
-from simulator.specs.trace import Trace
+from simulator.specs.program import BATCH_KINDS, Stream
+from simulator.specs.trace import Span, Trace
 from simulator.specs.units import Dimension, format_quantity
 
 # How most reasons end; a table of many may say it once.
@@ -25,12 +26,14 @@ class Breakdown:
 
     Attributes:
         idle_seconds: with no task under way: a device waits for its host to launch the next.
+        batch_seconds: in which batches are made and the device runs nothing.
     """
 
     compute_seconds: float
     communication_seconds: float
     waiting_seconds: float
     idle_seconds: float
+    batch_seconds: float = 0.0
 
 
 def description(plan: Plan) -> str:
@@ -40,8 +43,13 @@ def description(plan: Plan) -> str:
     group = f" on {plan.graph_parallel_degree} ({exchanges})" if plan.graph_parallel_degree > 1 else ""
     if plan.is_full_graph:
         batch = f"full graph{group}"
+    elif plan.sampled is not None:
+        fan_outs = "-".join(map(str, plan.sampled.fan_outs))
+        batch = f"{plan.data_parallel_degree} x {plan.sampled.seeds_per_batch:,} nodes with {fan_outs} neighbours"
     else:
-        batch = f"{plan.data_parallel_degree} x {plan.parts_per_batch} of {plan.partition.num_parts} clusters{group}"
+        isolated = "" if plan.between_edges else "isolated "
+        batch = f"{plan.data_parallel_degree} x {plan.parts_per_batch} of {plan.partition.num_parts} {isolated}clusters"
+        batch += group + (", kept on the device" if plan.keep_batches else "")
     again = sum(recompute is Recompute.LAYER for recompute in plan.recompute)
     recompute = f", {again} of {len(plan.recompute)} layers recomputed" if again else ""
     return f"{ranks}: {batch}, {plan.precision.value}{recompute}"
@@ -51,22 +59,37 @@ def breakdown(plan: Plan, trace: Trace) -> Breakdown:
     """Return where the time of an epoch goes, if all its steps were like the trace's."""
     scale = plan.steps_per_epoch / trace.num_ranks
     communication = [span for span in trace.spans if span.kind.is_collective]
-    compute_seconds = scale * sum(span.busy_seconds for span in trace.spans if not span.kind.is_collective)
+    on_device = [span for span in trace.spans if span.stream is not Stream.LOADER]
+    compute_seconds = scale * sum(span.busy_seconds for span in on_device if not span.kind.is_collective)
+    batch_seconds = scale * sum(_alone_seconds(span, on_device) for span in trace.spans if span.kind in BATCH_KINDS)
     communication_seconds = scale * sum(span.busy_seconds for span in communication)
     waiting_seconds = scale * sum(span.waiting_seconds for span in communication)
     whole_seconds = plan.steps_per_epoch * trace.median_step_seconds
     return Breakdown(
+        batch_seconds=batch_seconds,
         compute_seconds=compute_seconds,
         communication_seconds=communication_seconds,
         waiting_seconds=waiting_seconds,
         # Streams that run side by side leave less than nothing.
-        idle_seconds=max(whole_seconds - compute_seconds - communication_seconds - waiting_seconds, 0.0),
+        idle_seconds=max(
+            whole_seconds - batch_seconds - compute_seconds - communication_seconds - waiting_seconds, 0.0
+        ),
     )
+
+
+def _alone_seconds(batch: Span, on_device: list[Span]) -> float:
+    """Return the seconds of a batch's making before its rank's first task and after its last."""
+    mine = [span for span in on_device if span.rank == batch.rank and span.step == batch.step]
+    begin = min((span.start_seconds for span in mine), default=batch.end_seconds)
+    end = max((span.end_seconds for span in mine), default=batch.end_seconds)
+    before = max(min(begin, batch.end_seconds) - batch.start_seconds, 0.0)
+    return before + max(batch.end_seconds - max(end, batch.start_seconds), 0.0)
 
 
 def reason_lost(best: Breakdown, other: Breakdown) -> str:
     """Return in a clause what another plan spends more of than the best one, each epoch and rank."""
     more = {
+        "making batches": other.batch_seconds - best.batch_seconds,
         "computing": other.compute_seconds - best.compute_seconds,
         "communicating": other.communication_seconds - best.communication_seconds,
         "waiting for other ranks": other.waiting_seconds - best.waiting_seconds,

@@ -77,17 +77,19 @@ def _rank_memory(
     parameters = num_parameters(graph, model) * PARAMETER_BYTES
     layers = range(model.num_layers)
     kind = cluster.device.kind
-    kept = [_layer_bytes(plan, model, work, plan.exchange[layer], kind) for layer in layers]
+    kept = [_layer_bytes(plan, model, work, layer, plan.exchange[layer], kind) for layer in layers]
     saved = [
-        kept[layer] if plan.recompute[layer] is Recompute.NONE else work.num_rows * model.width * _size(plan)
+        kept[layer]
+        if plan.recompute[layer] is Recompute.NONE
+        else work.num_input_rows(layer) * model.width * _size(plan)
         for layer in layers
     ]
     # While a layer is computed again, all that it saves is there once more.
     again = max((kept[layer] for layer in layers if plan.recompute[layer] is Recompute.LAYER), default=0)
     activations = sum(saved) + _head_bytes(plan, graph, model, work)
-    workspace = again + max(_workspace_bytes(plan, model, work, exchange) for exchange in plan.exchange)
+    workspace = again + max(_workspace_bytes(plan, model, work, layer, plan.exchange[layer]) for layer in layers)
     exchange = Exchange.HALO if plan.num_ranks > 1 else Exchange.NONE
-    evaluation = 0 if plan.is_full_graph else _layer_bytes(plan, model, whole, exchange, kind)
+    evaluation = 0 if plan.is_full_graph else _layer_bytes(plan, model, whole, 0, exchange, kind)
     return (
         ("parameters", parameters),
         ("gradients", parameters),
@@ -124,10 +126,14 @@ def _evaluation_work(plan: Plan, rank: int) -> RankWork:
 
 
 def _resident_input_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec, work: RankWork, whole: RankWork) -> int:
-    """Return the bytes of inputs on the device: cluster batches that were trained on stay there, up to one a part."""
+    """Return the bytes of inputs on the device: of batches, and of the whole graph for evaluations.
+
+    There are all batches where they are kept, else the one that is trained on and those that were made ahead.
+    """
     if plan.is_full_graph:
         return _input_bytes(plan, graph, model, work)
-    return plan.partition.num_parts * _input_bytes(plan, graph, model, work) + _input_bytes(plan, graph, model, whole)
+    num_batches = plan.partition.num_parts if plan.keep_batches else 1 + plan.prefetch_batches
+    return num_batches * _input_bytes(plan, graph, model, work) + _input_bytes(plan, graph, model, whole)
 
 
 def _size(plan: Plan) -> int:
@@ -140,36 +146,41 @@ def _input_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec, work: RankWork)
     sparse = 2 * work.num_feature_entries * (INDEX_BYTES + 4)
     layouts = len(set(plan.exchange))
     edges = work.num_edges * (EDGE_BYTES * layouts + INDEX_BYTES * (model.edge_bias is not EdgeBias.NONE))
+    # Where batches are sampled, each layer's edges have rows of their own, by target and by source.
+    edges += sum((layer.num_targets + layer.num_sources) * INDEX_BYTES for layer in work.sampled)
     return dense + sparse + edges + 4 * work.num_rows * INDEX_BYTES
 
 
-def _layer_bytes(plan: Plan, model: ModelSpec, work: RankWork, exchange: Exchange, kind: DeviceKind) -> int:
+def _layer_bytes(plan: Plan, model: ModelSpec, work: RankWork, layer: int, exchange: Exchange, kind: DeviceKind) -> int:
     """Return what autograd saves of one layer.
 
     Of rows times width: two layer inputs, two norm outputs and the attention's output, and two dropout masks of a byte.
     Of rows times the feed-forward width: the activation's input and output. Attention keeps queries, keys and values of
-    rows and a number of each row and head; on GPUs also what rounding took from an output of 16 bits.
+    rows and a number of each row and head; on GPUs also what rounding took from an output of 16 bits. Where batches are
+    sampled, all rows that the layer gets have the first input, norm and queries, and its targets the rest.
     """
-    rows, width, size = work.num_rows, model.width, _size(plan)
+    counts, width, size = work.attention_counts(layer, exchange), model.width, _size(plan)
+    rows, input_rows = counts.num_targets, work.num_input_rows(layer)
     masks = 2 * rows * width * (model.dropout_ratio > 0)
-    dense = rows * (5 * width + 2 * model.feed_forward_width) * size + masks
+    dense = (2 * input_rows * width + rows * (3 * width + 2 * model.feed_forward_width)) * size + masks
     rest = rows * width * size if kind is DeviceKind.CUDA and size < SCORE_BYTES else 0
-    rows_attended = work.num_source_rows(exchange)
-    return dense + (rows + 2 * rows_attended) * width * size + rows * model.num_heads * SCORE_BYTES + rest
+    attended = (input_rows + 2 * counts.num_sources) * width * size
+    return dense + attended + rows * model.num_heads * SCORE_BYTES + rest
 
 
-def _workspace_bytes(plan: Plan, model: ModelSpec, work: RankWork, exchange: Exchange) -> int:
+def _workspace_bytes(plan: Plan, model: ModelSpec, work: RankWork, layer: int, exchange: Exchange) -> int:
     """Return what the largest task holds beside what is saved: the backward pass of attention.
 
     Gradients of queries, keys and values of rows, and two numbers of each row and head.
     """
-    sources = work.num_source_rows(exchange)
-    return (work.num_rows + 2 * sources) * model.width * _size(plan) + 2 * work.num_rows * model.num_heads * SCORE_BYTES
+    counts = work.attention_counts(layer, exchange)
+    rows = counts.num_targets
+    return (rows + 2 * counts.num_sources) * model.width * _size(plan) + 2 * rows * model.num_heads * SCORE_BYTES
 
 
 def _head_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec, work: RankWork) -> int:
-    rows, classes = work.num_rows, graph.num_classes
-    input_mask = rows * model.width * (model.dropout_ratio > 0)
+    rows, classes = work.num_output_rows, graph.num_classes
+    input_mask = work.num_rows * model.width * (model.dropout_ratio > 0)
     return (
         input_mask + rows * (2 * model.width + classes) * _size(plan) + 3 * work.num_train_rows * classes * SCORE_BYTES
     )

@@ -5,13 +5,13 @@ What is lowered here is what `executor/` runs: same names, shapes and bytes, whi
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import NUM_DEGREE_BUCKETS, EdgeBias, ModelSpec
-from simulator.specs.plan import Exchange, Plan, Recompute, batch_parts
-from simulator.specs.program import Phase, Program, Stream, Task, TaskKind, task_name
+from simulator.specs.plan import Exchange, Plan, Recompute, SampledBatches, SampledLayer, batch_parts, seed_ranges
+from simulator.specs.program import Phase, Program, Stream, Task, TaskKind, stream_of, task_name
 from simulator.specs.units import Dtype
 
 PARAMETER_BYTES = 4  # parameters, gradients and optimizer state are fp32
@@ -31,6 +31,7 @@ class RankWork:
         rows_to: rows that it sends to each rank of its graph group in a halo exchange.
         rows_from: rows that it receives from each.
         max_rows: owned nodes of the largest rank of its group.
+        sampled: of a batch of sampled neighbourhoods, the counts of each layer; `num_rows` are the first one's sources.
     """
 
     num_rows: int
@@ -42,6 +43,28 @@ class RankWork:
     rows_to: tuple[int, ...]
     rows_from: tuple[int, ...]
     max_rows: int
+    sampled: tuple[SampledLayer, ...] = ()
+
+    @property
+    def num_output_rows(self) -> int:
+        """Rows that the last layer returns."""
+        return self.sampled[-1].num_targets if self.sampled else self.num_rows
+
+    def num_input_rows(self, layer: int) -> int:
+        """Return how many rows a layer gets."""
+        return self.sampled[layer].num_sources if self.sampled else self.num_rows
+
+    def attention_counts(self, layer: int, exchange: Exchange) -> SampledLayer:
+        """Return what a layer's attention is over, under an exchange."""
+        if self.sampled:
+            return self.sampled[layer]
+        return SampledLayer(
+            num_sources=self.num_source_rows(exchange),
+            num_targets=self.num_rows,
+            num_edges=self.num_edges,
+            num_edges_of_long_targets=self.num_edges_of_long_targets,
+            num_edges_of_long_sources=self.num_edges_of_long_sources,
+        )
 
     def num_source_rows(self, exchange: Exchange) -> int:
         """Return how many rows of keys and values the rank attends to under an exchange."""
@@ -55,11 +78,40 @@ class RankWork:
 
 
 def rank_work(plan: Plan, *, step: int, seed: int) -> tuple[RankWork, ...]:
-    """Return what each rank holds in a training step."""
+    """Return what each rank holds in a training step; of sampled batches, what is to be expected."""
+    if plan.sampled is not None:
+        return tuple(_sampled_work(plan.sampled, end - first) for first, end in seed_ranges(plan, step=step))
     batches = batch_parts(plan, step=step, seed=seed)
     return tuple(
         _work_of_rank(plan, batches[rank // plan.graph_parallel_degree], rank % plan.graph_parallel_degree)
         for rank in range(plan.num_ranks)
+    )
+
+
+def _sampled_work(sampled: SampledBatches, num_seeds: int) -> RankWork:
+    """Return what a rank with so many seeds is expected to hold."""
+    if num_seeds == 0:
+        nothing = SampledLayer(
+            num_sources=0, num_targets=0, num_edges=0, num_edges_of_long_targets=0, num_edges_of_long_sources=0
+        )
+        return work_of_sample((nothing,) * len(sampled.layers), num_feature_entries=0)
+    last = replace(sampled.layers[-1], num_targets=num_seeds)
+    return work_of_sample((*sampled.layers[:-1], last), num_feature_entries=sampled.num_feature_entries)
+
+
+def work_of_sample(layers: tuple[SampledLayer, ...], *, num_feature_entries: int) -> RankWork:
+    """Return what a rank holds whose batch has these layers; every seed is a node to train on."""
+    return RankWork(
+        num_rows=layers[0].num_sources,
+        num_edges=sum(layer.num_edges for layer in layers),
+        num_edges_of_long_targets=sum(layer.num_edges_of_long_targets for layer in layers),
+        num_edges_of_long_sources=sum(layer.num_edges_of_long_sources for layer in layers),
+        num_feature_entries=num_feature_entries,
+        num_train_rows=layers[-1].num_targets,
+        rows_to=(0,),
+        rows_from=(0,),
+        max_rows=layers[0].num_sources,
+        sampled=layers,
     )
 
 
@@ -74,14 +126,13 @@ def _work_of_rank(plan: Plan, batch: tuple[int, ...], graph_rank: int) -> RankWo
     parts = plan.partition.parts
     mine = owned_parts(plan, batch, graph_rank)
     others = [owned_parts(plan, batch, other) for other in range(plan.graph_parallel_degree)]
+    pairs = [(part, source) for part in mine for source in (batch if plan.between_edges else (part,))]
     return RankWork(
         num_rows=sum(parts[part].num_nodes for part in mine),
-        num_edges=sum(parts[part].edges_from[source] for part in mine for source in batch),
+        num_edges=sum(parts[part].edges_from[source] for part, source in pairs),
         num_edges_of_long_targets=_edges_of_long_targets(plan, batch, mine),
-        # Too few where one rank owns several parts: a source's edges into each of them count apart.
-        num_edges_of_long_sources=sum(
-            parts[part].edges_of_long_sources_from[source] for part in mine for source in batch
-        ),
+        # Too few where edges join the parts of one rank: a source's edges into each of them count apart.
+        num_edges_of_long_sources=sum(parts[part].edges_of_long_sources_from[source] for part, source in pairs),
         num_feature_entries=sum(parts[part].num_feature_entries for part in mine),
         num_train_rows=sum(parts[part].num_train_nodes for part in mine),
         # A graph group has one part a rank, so the halo of a pair of ranks is that of a pair of parts.
@@ -92,12 +143,12 @@ def _work_of_rank(plan: Plan, batch: tuple[int, ...], graph_rank: int) -> RankWo
 
 
 def _edges_of_long_targets(plan: Plan, batch: tuple[int, ...], mine: tuple[int, ...]) -> int:
-    """Return the edges of long targets, exact in the full graph and in batches of one part.
+    """Return the edges of long targets, exact in the full graph and where no edges join the parts of a batch.
 
     In other batches a target counts as long that is so in the whole graph, which gives a few too many.
     """
     parts = plan.partition.parts
-    if len(batch) == 1:
+    if len(batch) == 1 or not plan.between_edges:
         return sum(parts[part].inner_edges_of_long_targets for part in mine)
     return sum(parts[part].edges_of_long_targets_from[source] for part in mine for source in batch)
 
@@ -186,24 +237,48 @@ def gradient_buckets(sizes: Sequence[int], bucket_bytes: int) -> tuple[int, ...]
 
 
 def lower(
-    plan: Plan, graph: GraphSpec, model: ModelSpec, cluster: ClusterSpec, *, step: int = 0, seed: int = 0
+    plan: Plan,
+    graph: GraphSpec,
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    *,
+    step: int = 0,
+    seed: int = 0,
+    works: Sequence[RankWork] | None = None,
 ) -> Program:
     """Return the tasks of every rank in one training step.
 
     Args:
-        step: which step; cluster batches differ from step to step.
-        seed: `TrainSpec.seed`, which orders the cluster batches.
+        step: which step; batches differ from step to step.
+        seed: `TrainSpec.seed`, which orders the batches.
+        works: what each rank holds, where that is known better than by `rank_work`: of samples that were drawn. Then
+            the batch that is made in the step is of the same size.
     """
-    works = rank_work(plan, step=step, seed=seed)
+    made = works or rank_work(plan, step=step + plan.prefetch_batches, seed=seed)
+    works = works or rank_work(plan, step=step, seed=seed)
     on_cpu = cluster.device.kind is DeviceKind.CPU
     return Program(
         tasks=tuple(
             _RankLowering(
-                plan=plan, graph=graph, model=model, cluster=cluster, work=work, rank=rank, blocks_host=on_cpu
+                plan=plan,
+                graph=graph,
+                model=model,
+                cluster=cluster,
+                work=work,
+                made_work=made_work,
+                rank=rank,
+                blocks_host=on_cpu,
             ).tasks_of_step()
-            for rank, work in enumerate(works)
+            for rank, (work, made_work) in enumerate(zip(works, made, strict=True))
         )
     )
+
+
+def batch_task_shape(plan: Plan, graph: GraphSpec, model: ModelSpec, work: RankWork) -> tuple[int, ...]:
+    """Return the shape of the task that makes a rank's batch."""
+    num_features = work.num_rows * num_input_columns(graph, model) + work.num_feature_entries
+    first = graph.num_nodes if plan.sampled is None else work.num_output_rows
+    return first, work.num_rows, work.num_edges, num_features
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,12 +301,14 @@ class _RankLowering:
     model: ModelSpec
     cluster: ClusterSpec
     work: RankWork
+    made_work: RankWork
     rank: int
     blocks_host: bool
     tasks: list[Task] = field(default_factory=list)
 
     def tasks_of_step(self) -> tuple[Task, ...]:
-        """Return forward, backward and update of this rank."""
+        """Return batch, forward, backward and update of this rank."""
+        self._add_batch()
         layers = [self._layer(index) for index in range(self.model.num_layers)]
         for operation in [*self._input(), *(operation for layer in layers for operation in layer), *self._head()]:
             self._add_forward(operation, Phase.FORWARD)
@@ -251,6 +328,24 @@ class _RankLowering:
         self._add_update()
         return tuple(self.tasks)
 
+    def _add_batch(self) -> None:
+        """Add the task that makes a batch: of this step, or of a later one, which nothing here waits for."""
+        plan = self.plan
+        if not plan.loads_batches:
+            return
+        kind = TaskKind.CLUSTER_BATCH if plan.sampled is None else TaskKind.SAMPLED_BATCH
+        shape = batch_task_shape(plan, self.graph, self.model, self.made_work)
+        task = Task(
+            name="batch",
+            kind=kind,
+            phase=Phase.FORWARD,
+            shape=shape,
+            dtype=plan.precision,
+            stream=stream_of(kind),
+            blocks_host=plan.prefetch_batches == 0,
+        )
+        self.tasks.append(task)
+
     def _input(self) -> list[_Operation]:
         rows, width = self.work.num_rows, self.model.width
         found = []
@@ -261,54 +356,56 @@ class _RankLowering:
             found.append(_same("input.features", TaskKind.SPARSE_LINEAR, shape))
             if num_input_columns(self.graph, self.model):
                 found.append(_same("input.sum", TaskKind.RESIDUAL, (rows, width)))
-        return [*found, *self._dropout("input.dropout")]
+        return [*found, *self._dropout("input.dropout", rows)]
 
     def _layer(self, index: int) -> list[_Operation]:
         work, model, layer = self.work, self.model, f"layer{index}"
-        rows, width = work.num_rows, model.width
+        input_rows, width = work.num_input_rows(index), model.width
         exchange = self.plan.exchange[index]
-        sources = work.num_source_rows(exchange)
+        counts = work.attention_counts(index, exchange)
+        rows = counts.num_targets
         attention_shape = (
             rows,
-            sources,
-            work.num_edges,
-            work.num_edges_of_long_targets,
-            work.num_edges_of_long_sources,
+            counts.num_sources,
+            counts.num_edges,
+            counts.num_edges_of_long_targets,
+            counts.num_edges_of_long_sources,
             model.num_heads,
             model.head_size,
         )
         bias = []
         if model.edge_bias is EdgeBias.DEGREE:
-            bias = [_same(f"{layer}.edge_bias", TaskKind.EDGE_BIAS, (work.num_edges, model.num_heads))]
+            bias = [_same(f"{layer}.edge_bias", TaskKind.EDGE_BIAS, (counts.num_edges, model.num_heads))]
         return [
-            _same(f"{layer}.attention_norm", TaskKind.LAYER_NORM, (rows, width)),
-            _same(f"{layer}.query_key_value", TaskKind.PROJECTION, (rows, width, 3 * width)),
+            _same(f"{layer}.attention_norm", TaskKind.LAYER_NORM, (input_rows, width)),
+            _same(f"{layer}.query_key_value", TaskKind.PROJECTION, (input_rows, width, 3 * width)),
+            *[_same(f"{layer}.targets", TaskKind.TARGET_ROWS, (input_rows, rows, width))] * bool(work.sampled),
             *self._exchange(layer, exchange),
             *bias,
             _same(f"{layer}.attention", TaskKind.ATTENTION, attention_shape),
             _same(f"{layer}.attention_output", TaskKind.LINEAR, (rows, width, width)),
-            *self._dropout(f"{layer}.attention_dropout"),
+            *self._dropout(f"{layer}.attention_dropout", rows),
             _same(f"{layer}.attention_residual", TaskKind.RESIDUAL, (rows, width)),
             _same(f"{layer}.feed_forward_norm", TaskKind.LAYER_NORM, (rows, width)),
             _same(f"{layer}.feed_forward_up", TaskKind.LINEAR, (rows, width, model.feed_forward_width)),
             _same(f"{layer}.feed_forward_activation", TaskKind.GELU, (rows, model.feed_forward_width)),
             _same(f"{layer}.feed_forward_down", TaskKind.LINEAR, (rows, model.feed_forward_width, width)),
-            *self._dropout(f"{layer}.feed_forward_dropout"),
+            *self._dropout(f"{layer}.feed_forward_dropout", rows),
             _same(f"{layer}.feed_forward_residual", TaskKind.RESIDUAL, (rows, width)),
         ]
 
     def _head(self) -> list[_Operation]:
-        rows, classes = self.work.num_rows, self.graph.num_classes
+        rows, classes = self.work.num_output_rows, self.graph.num_classes
         return [
             _same("head.norm", TaskKind.LAYER_NORM, (rows, self.model.width)),
             _same("head.linear", TaskKind.LINEAR, (rows, self.model.width, classes)),
             _same("loss", TaskKind.LOSS, (rows, self.work.num_train_rows, classes)),
         ]
 
-    def _dropout(self, name: str) -> list[_Operation]:
+    def _dropout(self, name: str, rows: int) -> list[_Operation]:
         if self.model.dropout_ratio == 0:
             return []
-        return [_same(name, TaskKind.DROPOUT, (self.work.num_rows, self.model.width))]
+        return [_same(name, TaskKind.DROPOUT, (rows, self.model.width))]
 
     def _exchange(self, layer: str, exchange: Exchange) -> list[_Operation]:
         columns = 2 * self.model.width  # keys and values travel as one row
@@ -367,9 +464,10 @@ class _RankLowering:
         )
 
     def _add(self, base: str, kind: TaskKind, phase: Phase, shape: tuple[int, ...], dtype: Dtype) -> None:
-        stream = Stream.COMMUNICATION if kind.is_collective else Stream.COMPUTE
+        stream = stream_of(kind)
         previous = len(self.tasks) - 1
-        crosses = previous >= 0 and self.tasks[previous].stream is not stream
+        # A batch is waited for by the host, or is of a later step.
+        crosses = previous >= 0 and self.tasks[previous].stream not in (stream, Stream.LOADER)
         group: tuple[int, ...] = ()
         if kind is TaskKind.ALL_REDUCE:
             group = tuple(range(self.plan.num_ranks))

@@ -9,7 +9,7 @@ from simulator.specs.cluster import ClusterSpec, DeviceKind, DeviceSpec, LinkSpe
 from simulator.specs.graph import GraphFile, GraphSpec
 from simulator.specs.model import ModelSpec
 from simulator.specs.plan import Exchange, PartitionMethod, PartitionSpec, PartSpec, Plan, Recompute
-from simulator.specs.program import COLLECTIVES, Phase, Stream, Task, TaskKind
+from simulator.specs.program import BATCH_KINDS, COLLECTIVES, Phase, Task, TaskKind, stream_of
 from simulator.specs.units import GB, GIB, TERA, Dtype
 
 DEVICE_NAME = "made device"
@@ -18,6 +18,9 @@ COLLECTIVE_LATENCY_SECONDS, SECONDS_PER_BYTE = 30e-6, 1e-9
 
 _ROWS, _WIDTHS = (64, 1024, 16384), (16, 64)
 _SHAPES: dict[TaskKind, tuple[tuple[int, ...], ...]] = {
+    TaskKind.CLUSTER_BATCH: tuple((4 * rows, rows, 8 * rows, width * rows) for rows in _ROWS for width in _WIDTHS),
+    TaskKind.SAMPLED_BATCH: tuple((rows // 8, rows, 2 * rows, width * rows) for rows in _ROWS for width in _WIDTHS),
+    TaskKind.TARGET_ROWS: tuple((rows, rows // 4, width) for rows in _ROWS for width in _WIDTHS),
     **{
         kind: tuple((rows, width, wide * width) for rows in _ROWS for width in _WIDTHS for wide in (1, 2))
         for kind in (TaskKind.LINEAR, TaskKind.INPUT_LINEAR, TaskKind.PROJECTION)
@@ -52,10 +55,13 @@ def made_items(kind: TaskKind, shape: tuple[int, ...]) -> int:
             return edges * heads * head_size
         case TaskKind.LOSS:
             return shape[1] * shape[2]
-        case TaskKind.HALO_PACK | TaskKind.PAD_ROWS:
+        case TaskKind.HALO_PACK | TaskKind.PAD_ROWS | TaskKind.TARGET_ROWS:
             return (shape[0] + shape[1]) * shape[2]
         case TaskKind.CLIP | TaskKind.OPTIMIZER:
             return shape[0]
+        case TaskKind.CLUSTER_BATCH | TaskKind.SAMPLED_BATCH:
+            first, rows, edges, features = shape
+            return first + 4 * rows + 10 * edges + features
         case _:
             return prod(shape)
 
@@ -74,6 +80,8 @@ def made_collective_seconds(kind: TaskKind, num_ranks: int, num_bytes: int) -> f
 
 def phases_of(kind: TaskKind) -> tuple[Phase, ...]:
     """Return the phases in which a kind of compute task is measured."""
+    if kind in BATCH_KINDS:
+        return (Phase.FORWARD,)
     return (Phase.UPDATE,) if kind in (TaskKind.CLIP, TaskKind.OPTIMIZER) else (Phase.FORWARD, Phase.BACKWARD)
 
 
@@ -203,8 +211,7 @@ def made_task(
     name: str = "task",
 ) -> Task:
     """Return a task."""
-    stream = Stream.COMMUNICATION if kind.is_collective else Stream.COMPUTE
-    return Task(name=name, kind=kind, phase=phase, shape=shape, dtype=dtype, stream=stream, group=group)
+    return Task(name=name, kind=kind, phase=phase, shape=shape, dtype=dtype, stream=stream_of(kind), group=group)
 
 
 def made_collective(kind: TaskKind, num_bytes: Sequence[int] | int, num_ranks: int) -> tuple[Task, ...]:

@@ -56,7 +56,7 @@ Programs write JSON in base units. `plan.json` (a `PlanFile`), `calibration.json
 
     {
       "format": "graphpilot plan",
-      "schema_version": 2,
+      "schema_version": 3,
       "content_sha256": "6f0c...",  # of the content without white space, keys sorted: shows any later change
       "content": {"graph": {"source": {"path": "/data/cora.npz", ...}, "num_nodes": 2708, ...}, "plan": {...}, ...}
     }
@@ -67,7 +67,7 @@ Traces are Chrome trace JSON (`chrome.py`), one event a line:
     "displayTimeUnit": "ms",
     "graphpilot": {
       "format": "graphpilot trace",
-      "schema_version": 2,
+      "schema_version": 3,
       "traces": [{"name": "measured", "first_pid": 0, "origin": "measured", "num_ranks": 2, "step_seconds": [...], ...}]
     },
     "traceEvents": [

@@ -17,6 +17,8 @@ MAX_SHORT_EDGES = 32
 class TaskKind(StrEnum):
     """What a task computes or moves; `SHAPE_FIELDS` says what its shape counts, `executor/operations.py` does it."""
 
+    CLUSTER_BATCH = "cluster_batch"
+    SAMPLED_BATCH = "sampled_batch"
     LINEAR = "linear"
     INPUT_LINEAR = "input_linear"
     SPARSE_LINEAR = "sparse_linear"
@@ -27,6 +29,7 @@ class TaskKind(StrEnum):
     RESIDUAL = "residual"
     HALO_PACK = "halo_pack"
     PAD_ROWS = "pad_rows"
+    TARGET_ROWS = "target_rows"
     EDGE_BIAS = "edge_bias"
     ATTENTION = "attention"
     LOSS = "loss"
@@ -43,9 +46,15 @@ class TaskKind(StrEnum):
         return self in COLLECTIVES
 
 
+# Making the rows of a batch on the host and bringing them to the device.
+BATCH_KINDS = frozenset({TaskKind.CLUSTER_BATCH, TaskKind.SAMPLED_BATCH})
 COLLECTIVES = frozenset({TaskKind.ALL_TO_ALL, TaskKind.ALL_GATHER, TaskKind.REDUCE_SCATTER, TaskKind.ALL_REDUCE})
 
 SHAPE_FIELDS: dict[TaskKind, tuple[str, ...]] = {
+    # Nodes of the whole graph; rows of the batch, edges into them, numbers of their features.
+    TaskKind.CLUSTER_BATCH: ("nodes", "rows", "edges", "features"),
+    # Rows of the last layer and of the first, edges of all layers, numbers of the first one's features.
+    TaskKind.SAMPLED_BATCH: ("seeds", "rows", "edges", "features"),
     TaskKind.LINEAR: ("rows", "columns_in", "columns_out"),
     # A linear map of input features, which need no gradient.
     TaskKind.INPUT_LINEAR: ("rows", "columns_in", "columns_out"),
@@ -60,6 +69,8 @@ SHAPE_FIELDS: dict[TaskKind, tuple[str, ...]] = {
     TaskKind.HALO_PACK: ("rows", "rows_sent", "columns"),
     # Own rows to a buffer of as many rows as the largest part has; backward, the way back.
     TaskKind.PAD_ROWS: ("rows", "rows_padded", "columns"),
+    # The first rows of queries and of the residual stream; backward, zeros behind their gradients.
+    TaskKind.TARGET_ROWS: ("rows", "rows_kept", "columns"),
     TaskKind.EDGE_BIAS: ("edges", "heads"),
     # Of the edges, those of targets, and those of sources, with more than MAX_SHORT_EDGES of them.
     TaskKind.ATTENTION: (
@@ -99,6 +110,7 @@ class Stream(StrEnum):
     COMMUNICATION = "communication"
     HOST_TO_DEVICE = "host_to_device"
     DEVICE_TO_HOST = "device_to_host"
+    LOADER = "loader"  # makes batches, in a thread of its own where they are prefetched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +144,13 @@ class Task:
         """Bytes that this rank gives to a collective."""
         assert self.kind.is_collective, self.kind
         return sum(self.shape)
+
+
+def stream_of(kind: TaskKind) -> Stream:
+    """Return the stream on which tasks of a kind run."""
+    if kind in BATCH_KINDS:
+        return Stream.LOADER
+    return Stream.COMMUNICATION if kind.is_collective else Stream.COMPUTE
 
 
 def task_name(base: str, phase: Phase) -> str:

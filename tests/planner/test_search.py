@@ -51,7 +51,13 @@ FAST_TALK = made_calibration(
 )
 SLOW_TALK = made_calibration(collective_seconds=lambda *law: 1000 * made_collective_seconds(*law))
 ALL_CHOICES = SearchSpec(
-    batches=tuple(BatchKind), recomputes=tuple(Recompute), precisions=tuple(Dtype), parts_per_replica=2
+    batches=tuple(BatchKind),
+    recomputes=tuple(Recompute),
+    precisions=tuple(Dtype),
+    parts_per_replica=2,
+    parts_per_batch=2,
+    fan_outs=(2, 3),
+    seeds_per_batch=30,
 )
 
 

@@ -123,8 +123,8 @@ def test_dense_parts_are_compiled_for_full_graphs_on_gpus():
         "train.compile_dense must be false on devices of kind cpu: it is for cuda"
     ]
     assert training_violations(clusters, train, gpus) == [
-        "train.compile_dense must be false when batches are clusters: their shapes differ, and each would be compiled "
-        "for itself"
+        "train.compile_dense must be false when batches are clusters or sampled: their shapes differ, and each would "
+        "be compiled for itself"
     ]
 
 

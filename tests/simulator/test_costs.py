@@ -59,6 +59,12 @@ def with_rows(kind: TaskKind, rows: int) -> tuple[int, ...]:
             return rows, rows, 8 * rows, 0, 0, 4, 4
         case TaskKind.LOSS:
             return rows, rows // 2, 8
+        case TaskKind.CLUSTER_BATCH:
+            return 4 * rows, rows, 8 * rows, 16 * rows
+        case TaskKind.SAMPLED_BATCH:
+            return rows // 8, rows, 2 * rows, 16 * rows
+        case TaskKind.TARGET_ROWS:
+            return rows, rows // 4, 16
         case _:
             return rows, 16
 

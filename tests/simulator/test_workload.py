@@ -303,13 +303,20 @@ def test_every_program_is_well_formed(drawn, cluster):
             assert all(count >= 0 for count in task.shape)
             if task.kind is not TaskKind.ALL_TO_ALL:
                 assert len(task.shape) == len(SHAPE_FIELDS[task.kind])
-            # Each change of stream waits for the task before it, so that tasks run in the order of the program.
-            previous = tasks[index - 1].stream if index else task.stream
-            assert task.waits_for == ((index - 1,) if task.stream is not previous else ())
-            assert task.stream is (Stream.COMMUNICATION if task.kind.is_collective else Stream.COMPUTE)
             assert (rank in task.group) == task.kind.is_collective
+            if task.name == "batch":
+                assert (index, task.stream, task.waits_for) == (0, Stream.LOADER, ())
+                assert task.blocks_host == (plan.prefetch_batches == 0)
+                continue
+            # Each change of stream waits for the task before it, so that tasks run in the order of the program. The host
+            # waits for its batch, and none for that of a later step.
+            previous = tasks[index - 1].stream if index else task.stream
+            waits = task.stream is not previous and previous is not Stream.LOADER
+            assert task.waits_for == ((index - 1,) if waits else ())
+            assert task.stream is (Stream.COMMUNICATION if task.kind.is_collective else Stream.COMPUTE)
             # CPUs run a task while the host thread waits.
             assert task.blocks_host == (cluster is CPU)
+        assert (tasks[0].name == "batch") == (not plan.is_full_graph and not plan.keep_batches)
 
 
 @given(plans_and_models(), st.integers(0, 20))
@@ -329,7 +336,7 @@ def test_the_seed_orders_the_batches_of_an_epoch():
     plan = made_plan(made_partition(parts), graph_parallel_degree=1)
     model = made_model()
     orders = {
-        tuple(tasks_of(plan, model, step=step, seed=seed)[0][0].shape[0] for step in range(3)) for seed in range(40)
+        tuple(tasks_of(plan, model, step=step, seed=seed)[0][1].shape[0] for step in range(3)) for seed in range(40)
     }
     # Every epoch has each part once, in any of the six orders.
     assert {tuple(sorted(order)) for order in orders} == {(10, 20, 30)}
@@ -392,7 +399,7 @@ def test_a_recomputed_layer_does_its_forward_tasks_again(drawn):
 def test_the_backward_pass_is_the_forward_pass_reversed(drawn):
     plan, model = drawn
     for rank in tasks_of(plan, model):
-        forward = [task.name for task in rank if task.phase is Phase.FORWARD]
+        forward = [task.name for task in rank if task.phase is Phase.FORWARD and task.name != "batch"]
         backward = [task.name for task in rank if task.phase is Phase.BACKWARD]
         assert backward == [f"{name}.backward" for name in reversed(forward)]
 
