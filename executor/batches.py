@@ -16,7 +16,7 @@ from executor.loader import BatchLoader, Making
 from executor.mesh import Place
 from executor.sampling.neighbourhood import Neighbourhood, NeighbourhoodSampler
 from simulator.specs.plan import Exchange, Plan, batch_parts, seed_ranges
-from simulator.workload import owned_parts
+from simulator.workload import RankWork, owned_parts, work_of_sample
 
 
 class Batches:
@@ -172,3 +172,28 @@ class Batches:
             device=self._place.device,
             inside_N=inside_N,
         )
+
+
+def sampled_works(plan: Plan, inputs: Inputs, *, step: int, seed: int) -> tuple[RankWork, ...]:
+    """Return what each rank of a plan of sampled batches holds in a step, from the very samples that it draws.
+
+    With these `simulator.workload.lower` gives the exact program, where it else gives that of expected counts.
+    """
+    works = []
+    for rank in range(plan.num_ranks):
+        place = Place(
+            rank=rank,
+            num_ranks=plan.num_ranks,
+            replica=rank,
+            graph_rank=0,
+            graph_group=None,
+            world=None,
+            device=torch.device("cpu"),
+        )
+        batches = Batches(plan, inputs, place, degree_buckets=False, dtype=torch.float32, seed=seed)
+        neighbourhood, _ = batches.sample(step)
+        layers = tuple(layer.counts() for layer in neighbourhood.layers)
+        features, node_N = inputs.graph.features, neighbourhood.node_N
+        num_entries = 0 if isinstance(features, np.ndarray) else int(np.diff(features.indptr)[node_N].sum())
+        works.append(work_of_sample(layers, num_feature_entries=num_entries))
+    return tuple(works)

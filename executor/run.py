@@ -30,6 +30,7 @@ from simulator.readers.orders import read_order
 from simulator.readers.partitions import read_partition
 from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.decision import PlanFile
+from simulator.specs.document import content_sha256
 from simulator.specs.files import read_plan, remove_unfinished, write_atomic, write_text_atomic, write_trace
 from simulator.specs.plan import Plan
 from simulator.specs.program import Phase, TaskKind, stream_of
@@ -149,6 +150,7 @@ def _work_on_plan(run: PlanRun, file: PlanFile, store: Store, rank: int) -> None
         encodings=positional_encodings(graph, file.graph, file.model, cache_folder()),
         order_N=read_order(file.plan.order, folder=base, num_nodes=file.graph.num_nodes),
     )
+    require_same_plan(file, store, rank)
     kind = file.cluster.device.kind
     with joined_mesh(
         kind,
@@ -169,6 +171,27 @@ def _work_on_plan(run: PlanRun, file: PlanFile, store: Store, rank: int) -> None
     if rank == 0:
         trace = with_cache_ratios(result.trace, file.plan, file.cluster)
         _write_result(run.out, replace(result, trace=trace), best_weights)
+
+
+def require_same_plan(file: PlanFile, store: Store, rank: int) -> None:
+    """Stop every rank before any collective where one read another plan: their steps would not meet.
+
+    Args:
+        store: through which the ranks of this plan meet; rank 0 compares.
+
+    Raises:
+        PlanError: if the plans differ.
+    """
+    mine = f"{content_sha256(file)[:12]}, {file.plan.steps_per_epoch} steps an epoch"
+    store.set(f"plan_of_rank{rank}", mine)
+    if rank == 0:
+        others = ((other, store.get(f"plan_of_rank{other}").decode()) for other in range(file.plan.num_ranks))
+        differing = next(((other, found) for other, found in others if found != mine), None)
+        fix = "start all ranks with the same plan.json"
+        told = differing and f"rank {differing[0]} read another plan ({differing[1]}) than rank 0 ({mine}): {fix}"
+        store.set("differing_plans", told or "")
+    if message := store.get("differing_plans").decode():
+        raise PlanError(message)
 
 
 def train_loop(trainer: Trainer, store: Store, progress: CountProgress) -> tuple[RunResult, dict[str, Tensor]]:

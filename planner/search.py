@@ -94,6 +94,7 @@ def find_plan(
                 search.fan_outs,
                 seeds_per_batch=search.seeds_per_batch,
                 data_parallel_degree=data_parallel_degree,
+                seed=search.seed,
             )
         return neighbourhoods[data_parallel_degree]
 

@@ -31,7 +31,7 @@ class SearchSpec:
             last; empty without sampled batches.
         seeds_per_batch: nodes to train on of a replica in a step, at most, in sampled batches; 0 without.
         orders: of the nodes of a rank, to choose from by predicted gain; the only one is taken without a question.
-        seed: of the partitioner.
+        seed: of the partitioner, and of the batches that are drawn to count what sampled ones hold.
     """
 
     num_ranks: tuple[int, ...] = ()

@@ -1,5 +1,6 @@
 """Plans of every kind on made graphs, and one really executed step of each on every rank."""
 
+import contextlib
 import dataclasses
 import os
 import pickle
@@ -12,10 +13,12 @@ import numpy as np
 import scipy.sparse
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # not in __all__
 
+from executor.batches import sampled_works
 from executor.launch import launch, meet
 from executor.mesh import joined_mesh
 from executor.record import Recorder
 from executor.train import Inputs, Trainer
+from planner.neighbourhoods import expected_batches
 from planner.partition import part_specs
 from simulator.constraints import violations
 from simulator.readers.generators import materialise
@@ -24,7 +27,7 @@ from simulator.readers.partitions import parts_sha256
 from simulator.specs.cluster import NVLINK4, ClusterSpec, DeviceKind, DeviceSpec
 from simulator.specs.graph import CommunityGraph, GraphFile, GraphSpec
 from simulator.specs.model import EdgeBias, ModelSpec
-from simulator.specs.plan import Exchange, PartitionMethod, PartitionSpec, Plan, Recompute
+from simulator.specs.plan import Exchange, PartitionMethod, PartitionSpec, Plan, Recompute, SampledBatches
 from simulator.specs.program import Task
 from simulator.specs.train import TrainSpec
 from simulator.specs.units import GB, GIB, KIB, MIB, TERA, Dtype
@@ -50,6 +53,8 @@ class Case:
         parts_per_batch: 0 for one a rank of the graph group.
         is_sparse: whether the graph's features are sparse.
         has_empty_part: whether the last part owns no node.
+        fan_outs, seeds_per_batch: of sampled neighbourhoods; empty and 0 for batches of parts.
+        between_edges, keep_batches, prefetch_batches: as in `Plan`.
     """
 
     data_parallel_degree: int = 1
@@ -63,6 +68,11 @@ class Case:
     model: ModelSpec = MODEL
     is_sparse: bool = False
     has_empty_part: bool = False
+    fan_outs: tuple[int, ...] = ()
+    seeds_per_batch: int = 0
+    between_edges: bool = True
+    keep_batches: bool = False
+    prefetch_batches: int = 0
     step: int = 1
 
 
@@ -94,6 +104,24 @@ CASES = {
     "clusters on two": Case(data_parallel_degree=2, num_parts=4, gradient_bucket_bytes=4 * KIB, model=DROPOUT),
     "clusters on two, one without a batch": Case(data_parallel_degree=2, num_parts=3),
     "cluster batches shared by two": Case(graph_parallel_degree=2, num_parts=6, exchange=(GATHER, HALO), step=2),
+    "isolated clusters": Case(num_parts=5, parts_per_batch=3, between_edges=False, step=1, model=DROPOUT),
+    "isolated clusters, sparse, on two": Case(
+        data_parallel_degree=2, num_parts=6, parts_per_batch=2, between_edges=False, is_sparse=True, model=ENCODED
+    ),
+    "kept clusters": Case(num_parts=4, keep_batches=True),
+    "clusters made ahead": Case(data_parallel_degree=2, num_parts=7, prefetch_batches=2),
+    "sampled": Case(fan_outs=(4, 3), seeds_per_batch=90, recompute=(AGAIN, KEEP)),
+    "sampled on two, everything": Case(
+        data_parallel_degree=2,
+        num_parts=2,
+        fan_outs=(2, 40, 5),
+        seeds_per_batch=70,
+        exchange=(Exchange.NONE,) * 3,
+        recompute=(KEEP, AGAIN, KEEP),
+        model=EVERYTHING,
+        is_sparse=True,
+    ),
+    "sampled, bf16": Case(fan_outs=(3, 3), seeds_per_batch=60, precision=Dtype.BFLOAT16, model=DROPOUT),
     "a rank without nodes": Case(
         graph_parallel_degree=2, exchange=(HALO, GATHER), recompute=(KEEP, AGAIN), has_empty_part=True
     ),
@@ -128,8 +156,9 @@ class Prepared:
 
     def lowered(self) -> tuple[tuple[Task, ...], ...]:
         """Return the tasks of each rank in the step that is looked at."""
-        cluster = cluster_of(self.kind)
-        return lower(self.plan, self.spec, self.case.model, cluster, step=self.case.step, seed=TRAIN.seed).tasks
+        cluster, step, seed = cluster_of(self.kind), self.case.step, TRAIN.seed
+        works = sampled_works(self.plan, self.inputs, step=step, seed=seed) if self.plan.sampled is not None else None
+        return lower(self.plan, self.spec, self.case.model, cluster, step=step, seed=seed, works=works).tasks
 
 
 # Each case by name, with what each of its ranks did.
@@ -189,11 +218,26 @@ def _plan(case: Case, graph: Graph, part_N: np.ndarray, num_parts: int) -> Plan:
         data_parallel_degree=case.data_parallel_degree,
         graph_parallel_degree=case.graph_parallel_degree,
         partition=partition,
-        parts_per_batch=case.parts_per_batch or case.graph_parallel_degree,
+        parts_per_batch=num_parts if case.fan_outs else case.parts_per_batch or case.graph_parallel_degree,
         exchange=case.exchange,
         recompute=case.recompute,
         precision=case.precision,
         gradient_bucket_bytes=case.gradient_bucket_bytes,
+        between_edges=case.between_edges,
+        sampled=_sampled(case, graph),
+        keep_batches=case.keep_batches,
+        prefetch_batches=case.prefetch_batches,
+    )
+
+
+def _sampled(case: Case, graph: Graph) -> SampledBatches | None:
+    if not case.fan_outs:
+        return None
+    return expected_batches(
+        graph,
+        case.fan_outs,
+        seeds_per_batch=case.seeds_per_batch,
+        data_parallel_degree=case.data_parallel_degree,
     )
 
 
@@ -245,6 +289,7 @@ def _run_case(prepared: Prepared, store: Store, rank: int) -> ObservedStep:
         for step in range(case.step):
             trainer.step(step, trainer.batch(step))
         # Its times are those of the best of three: one interruption outside of a task outlasts a step of a millisecond.
-        observed = [observe_step(trainer, case.step) for _ in range(3)]
+        with contextlib.closing(trainer):
+            observed = [observe_step(trainer, case.step) for _ in range(3)]
         best = max(observed, key=lambda seen: seen.named_seconds / seen.busy_seconds)
         return dataclasses.replace(observed[0], busy_seconds=best.busy_seconds, named_seconds=best.named_seconds)

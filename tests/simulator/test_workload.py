@@ -308,8 +308,8 @@ def test_every_program_is_well_formed(drawn, cluster):
                 assert (index, task.stream, task.waits_for) == (0, Stream.LOADER, ())
                 assert task.blocks_host == (plan.prefetch_batches == 0)
                 continue
-            # Each change of stream waits for the task before it, so that tasks run in the order of the program. The host
-            # waits for its batch, and none for that of a later step.
+            # Each change of stream waits for the task before it, so that tasks run in the order of the program; but the
+            # host waits for its batch, and nothing for that of a later step.
             previous = tasks[index - 1].stream if index else task.stream
             waits = task.stream is not previous and previous is not Stream.LOADER
             assert task.waits_for == ((index - 1,) if waits else ())
