@@ -2,7 +2,7 @@
 
 The law is that of `executor/sampling/neighbourhood.py`, the draws are others: which nodes a step will meet is known on
 its ranks alone, but their numbers vary little from batch to batch. Degrees alone would not tell them: neighbours attend
-to one another, so much of what a node samples is there already, and taking edges as independent gave 10 to 24 % too many
+to one another, so much of what a node samples is there already; taking edges as independent gave 10 to 24 % too many
 rows. `tests/planner/test_neighbourhoods.py` holds the counts against samples of the executor.
 """
 

@@ -8,7 +8,16 @@ from simulator.specs.calibration import Calibration, CollectiveSample, ComputeSa
 from simulator.specs.cluster import ClusterSpec, DeviceKind, DeviceSpec, LinkSpec
 from simulator.specs.graph import GraphFile, GraphSpec
 from simulator.specs.model import ModelSpec
-from simulator.specs.plan import Exchange, PartitionMethod, PartitionSpec, PartSpec, Plan, Recompute
+from simulator.specs.plan import (
+    Exchange,
+    PartitionMethod,
+    PartitionSpec,
+    PartSpec,
+    Plan,
+    Recompute,
+    SampledBatches,
+    SampledLayer,
+)
 from simulator.specs.program import BATCH_KINDS, COLLECTIVES, Phase, Task, TaskKind, stream_of
 from simulator.specs.units import GB, GIB, TERA, Dtype
 
@@ -301,6 +310,31 @@ def made_plan(partition: PartitionSpec, *, num_layers: int = 2, **fields: object
         "precision": Dtype.FLOAT32,
     }
     return Plan(**(defaults | fields))  # type: ignore[arg-type]
+
+
+def made_sampled(*layers: tuple[int, int, int], seeds_per_batch: int = 50) -> SampledBatches:
+    """Return sampled batches of layers with so many sources, targets and edges, all of short rows."""
+    return SampledBatches(
+        fan_outs=(4,) * len(layers),
+        seeds_per_batch=seeds_per_batch,
+        layers=tuple(
+            SampledLayer(
+                num_sources=sources,
+                num_targets=targets,
+                num_edges=edges,
+                num_edges_of_long_targets=0,
+                num_edges_of_long_sources=0,
+            )
+            for sources, targets, edges in layers
+        ),
+        num_feature_entries=0,
+    )
+
+
+def made_sampled_plan(partition: PartitionSpec, sampled: SampledBatches, **fields: object) -> Plan:
+    """Return a plan of sampled batches in fp32 on one rank, unless fields say otherwise."""
+    defaults: dict[str, object] = {"graph_parallel_degree": 1, "parts_per_batch": partition.num_parts}
+    return made_plan(partition, num_layers=len(sampled.layers), sampled=sampled, **(defaults | fields))
 
 
 def graph_of(partition: PartitionSpec, **fields: object) -> GraphSpec:

@@ -16,8 +16,8 @@ from simulator.specs.graph import CommunityGraph, RmatGraph
 from simulator.specs.plan import SampledLayer
 from tests.small_graphs import graph_of
 
-# Of rows and edges: of their mean over other batches, and of a single batch, which a few hubs decide. Edges of long rows
-# are so few in some layers that their errors are told as parts of all edges.
+# Of rows and edges: of their mean over other batches, and of a single batch, which a few hubs decide. Edges of long
+# rows are so few in some layers that their errors are told as parts of all edges.
 MEAN_ERROR, SINGLE_ERROR = 0.02, 0.15
 LONG_MEAN_ERROR, LONG_SINGLE_ERROR = 0.02, 0.2
 
