@@ -103,6 +103,8 @@ def reason_lost(best: Breakdown, other: Breakdown) -> str:
 
 def order_reason(file: PlanFile) -> str:
     """Return in a clause why a plan has its order of nodes."""
+    if file.plan.sampled is not None and not file.orders and file.plan.order.kind is NodeOrder.NATURAL:
+        return "what samples gather is not known beforehand"
     tried = {found.kind: found for found in file.orders}
     chosen, natural = tried.get(file.plan.order.kind), tried.get(NodeOrder.NATURAL)
     others = [found for found in file.orders if found.kind is not NodeOrder.NATURAL]

@@ -25,7 +25,7 @@ from simulator.specs.decision import PlanFile, Prediction, RankedPlan
 from simulator.specs.document import content_sha256
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import ModelSpec
-from simulator.specs.order import OrderSpec, RankedOrder
+from simulator.specs.order import NodeOrder, OrderSpec
 from simulator.specs.plan import PartitionSpec, Plan, SampledBatches
 from simulator.specs.search import SearchSpec
 from simulator.specs.train import TrainSpec
@@ -120,12 +120,12 @@ def find_plan(
     # Equal predictions go to the plan on fewer ranks, which came first.
     priced.sort(key=lambda found: found.epoch_seconds)
     best, others = priced[0], priced[1:]
-    order = OrderSpec()
-    orders: tuple[RankedOrder, ...] = ()
-    if best.plan.sampled is None or len(search.orders) == 1:  # what samples gather is not known beforehand
-        order, orders = choose_order(
-            graph, best.plan, model, cluster.device, search, folder=folder, on_progress=on_progress
-        )
+    if best.plan.sampled is not None:  # what samples gather is not known beforehand
+        is_natural = NodeOrder.NATURAL in search.orders
+        search = replace(search, orders=(NodeOrder.NATURAL,) if is_natural else search.orders[:1])
+    order, orders = choose_order(
+        graph, best.plan, model, cluster.device, search, folder=folder, on_progress=on_progress
+    )
     chosen = best
     if order != best.plan.order:
         ordered = with_cache_ratio(replace(best.plan, order=order))

@@ -15,8 +15,9 @@ from simulator.specs.plan import Exchange
 from simulator.specs.program import Phase, TaskKind
 from simulator.specs.units import Dtype
 
-# With these a seed comes to `effort.SAMPLED_ROWS_PER_SEED` rows, out of rows with more edges than are kept.
-_FAN_OUTS, _SAMPLED_DEGREE = (3, 3), 8
+# Fan-outs, and nodes of the graph over rows: a batch that meets nearly all nodes of a small graph has some four edges a
+# row, on a large graph one. Rows have more edges than are kept.
+_MANY_EDGES, _FEW_EDGES, _SAMPLED_DEGREE = ((8, 4), 1.05), ((3, 2), 4.0), 24
 
 
 def build_batch_case(kind: TaskKind, shape: tuple[int, ...], dtype: Dtype, device: torch.device) -> Case:
@@ -45,9 +46,10 @@ def build_batch_case(kind: TaskKind, shape: tuple[int, ...], dtype: Dtype, devic
                 device=device,
             )
     else:
-        num_nodes = 2 * rows
+        fan_outs, nodes_per_row = _MANY_EDGES if edges > 2 * rows else _FEW_EDGES
+        num_nodes = int(nodes_per_row * rows)
         graph = _graph(num_nodes, np.arange(num_nodes), _SAMPLED_DEGREE, features // rows, generator)
-        sampler, steps = NeighbourhoodSampler(graph, _FAN_OUTS, seed=0), itertools.count()
+        sampler, steps = NeighbourhoodSampler(graph, fan_outs, seed=0), itertools.count()
         seeds = np.sort(generator.permutation(num_nodes)[:first])
 
         def make() -> RankData:

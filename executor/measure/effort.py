@@ -7,8 +7,6 @@ from enum import StrEnum
 from simulator.specs.program import TaskKind
 from simulator.specs.units import KIB, MIB
 
-# Rows for each seed when two layers sample three neighbours: (1 + 3)^2, but for those that are met again.
-SAMPLED_ROWS_PER_SEED = 16
 # The largest sizes of dense tasks would be batches whose features take many gigabytes.
 MAX_BATCH_SIZES = 4
 
@@ -160,9 +158,11 @@ def case_shapes(effort: Effort) -> Iterator[tuple[TaskKind, tuple[int, ...]]]:
             yield TaskKind.PAD_ROWS, (rows, rows + rows // 16, 2 * width)
     for rows in effort.rows[::2]:
         yield TaskKind.TARGET_ROWS, (rows, rows // 4, effort.widths[-1])
-    for rows in effort.rows[:MAX_BATCH_SIZES]:
+    for index, rows in enumerate(effort.rows[:MAX_BATCH_SIZES]):
         yield TaskKind.CLUSTER_BATCH, (4 * rows, rows, 8 * rows, effort.widths[-1] * rows)
-        yield TaskKind.SAMPLED_BATCH, (rows // SAMPLED_ROWS_PER_SEED, rows, 2 * rows, effort.widths[-1] * rows)
+        # In turn many draws of few nodes, and few draws of many.
+        edges_per_row = 1 if index % 2 else 4
+        yield TaskKind.SAMPLED_BATCH, (rows // 12, rows, edges_per_row * rows, effort.widths[-1] * rows)
     for rows in effort.rows:
         yield TaskKind.LINEAR, (rows, effort.widths[-1], 10)
         yield TaskKind.LOSS, (rows, rows // 2, 10)

@@ -187,6 +187,13 @@ def test_the_choice_of_an_order_in_words(tmp_path: Path, chosen, tried, cache_by
     assert order_reason(file) == words
 
 
+def test_the_order_of_samples_in_words(tmp_path: Path):
+    plan = made_sampled_plan(parts(1), made_sampled((3, 2, 4), (2, 1, 3)))
+    train = TrainSpec(num_steps=1, learning_rate=0.1)
+    file = plan_file_of(plan, graph_of(plan.partition), made_model(), made_cluster(), train, tmp_path / "plan.json")
+    assert order_reason(file) == "what samples gather is not known beforehand"
+
+
 def plan_file(folder: Path, kind: NodeOrder, tried: tuple[RankedOrder, ...], cache_bytes: int) -> PlanFile:
     order = OrderSpec() if kind is NodeOrder.NATURAL else OrderSpec(kind=kind, path="order.npy", sha256="0" * 64)
     plan, model, cluster = made_plan(parts(1), order=order), made_model(), made_cluster()

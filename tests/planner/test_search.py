@@ -393,6 +393,20 @@ def test_every_field_of_a_search_has_an_effect(folder, fields: dict[str, Any], e
     assert effect(found(folder, search=SearchSpec(**fields)).plan)
 
 
+@pytest.mark.parametrize(
+    ("orders", "kind"),
+    [
+        (tuple(NodeOrder), NodeOrder.NATURAL),
+        ((NodeOrder.METIS, NodeOrder.DEGREE), NodeOrder.METIS),
+        ((NodeOrder.DEGREE,), NodeOrder.DEGREE),
+    ],
+)
+def test_plans_of_sampled_batches_take_an_order_that_is_allowed_without_a_comparison(folder, orders, kind):
+    search = SearchSpec(batches=(BatchKind.SAMPLED,), fan_outs=(4, 3), seeds_per_batch=20, orders=orders)
+    file = found(folder, search=search)
+    assert (file.plan.order.kind, file.orders) == (kind, ())
+
+
 # --- The number to minimise.
 
 

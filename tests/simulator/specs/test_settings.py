@@ -85,7 +85,8 @@ def test_a_prediction_for_other_ranks_than_the_plan_has_is_refused(plan_file):
         ({"parts_per_batch": 5}, "parts_per_batch must be within 1 and parts_per_replica = 4, got 5"),
         (
             {"batches": (BatchKind.ISOLATED_CLUSTERS,)},
-            "parts_per_batch must be >= 2 for isolated_clusters: no edges join the parts of a batch that has one, got 1",
+            "parts_per_batch must be >= 2 for isolated_clusters: no edges join the parts of a batch that has one, "
+            "got 1",
         ),
         (
             {"batches": (BatchKind.SAMPLED,), "seeds_per_batch": 8},
