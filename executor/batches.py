@@ -15,6 +15,8 @@ from executor.keyed import Stream, stream_bits
 from executor.loader import BatchLoader, Making
 from executor.mesh import Place
 from executor.sampling.neighbourhood import Neighbourhood, NeighbourhoodSampler
+from simulator.exchanges import rows_per_message
+from simulator.specs.model import EdgeBias, ModelSpec
 from simulator.specs.plan import Exchange, Plan, batch_parts, seed_ranges
 from simulator.workload import RankWork, owned_parts, work_of_sample
 
@@ -25,16 +27,15 @@ class Batches:
     The full graph, and clusters that the plan keeps, are made once; all others by a loader, for one step each.
 
     Args:
-        degree_buckets: whether the model biases scores by degree.
         dtype: of activations.
         seed: `TrainSpec.seed`.
     """
 
     def __init__(
-        self, plan: Plan, inputs: Inputs, place: Place, *, degree_buckets: bool, dtype: torch.dtype, seed: int
+        self, plan: Plan, inputs: Inputs, place: Place, model: ModelSpec, *, dtype: torch.dtype, seed: int
     ) -> None:
         self._plan, self._inputs, self._place, self._seed = plan, inputs, place, seed
-        self._degree_buckets, self._dtype = degree_buckets, dtype
+        self._model, self._dtype = model, dtype
         self._kept: dict[tuple[int, ...], RankData] = {}
         self._whole: RankData | None = None
         self._seeds_of_epoch: tuple[int, np.ndarray] | None = None
@@ -108,7 +109,7 @@ class Batches:
             self._inputs.graph,
             self._inputs.encodings,
             neighbourhood,
-            degree_buckets=self._degree_buckets,
+            degree_buckets=self._model.edge_bias is EdgeBias.DEGREE,
             num_train_rows_of_step=max(num_train_rows, 1),
             dtype=self._dtype,
             device=self._place.device,
@@ -144,6 +145,8 @@ class Batches:
             group=self._place.graph_group,
             num_train_rows=num_train_rows,
             inside_N=None if self._plan.between_edges else self._inputs.part_N,
+            overlaps=self._plan.overlap_exchange,
+            for_one_step=self._plan.loads_batches,
         )
 
     def _rank_data(
@@ -156,6 +159,8 @@ class Batches:
         group: dist.ProcessGroup | None,
         num_train_rows: int,
         inside_N: np.ndarray | None = None,
+        overlaps: bool = False,
+        for_one_step: bool = False,
     ) -> RankData:
         return build_rank_data(
             self._inputs.graph,
@@ -167,14 +172,23 @@ class Batches:
             exchanges=exchanges,
             group=group,
             num_train_rows_of_step=num_train_rows,
-            degree_buckets=self._degree_buckets,
+            degree_buckets=self._model.edge_bias is EdgeBias.DEGREE,
             dtype=self._dtype,
             device=self._place.device,
             inside_N=inside_N,
+            overlaps=overlaps,
+            rows_per_message=self._rows_per_message(Exchange.HALO, num_ranks),
+            head_rows_per_message=self._rows_per_message(Exchange.HEAD_ALL_TO_ALL, num_ranks),
+            for_one_step=for_one_step,
         )
 
+    def _rows_per_message(self, exchange: Exchange, num_ranks: int) -> int | None:
+        found = rows_per_message(self._plan, self._model, exchange, num_ranks=num_ranks)
+        # An evaluation by more ranks than the plan's graph groups have sends a row to each of them at least.
+        return None if found is None else max(found, 1)
 
-def sampled_works(plan: Plan, inputs: Inputs, *, step: int, seed: int) -> tuple[RankWork, ...]:
+
+def sampled_works(plan: Plan, model: ModelSpec, inputs: Inputs, *, step: int, seed: int) -> tuple[RankWork, ...]:
     """Return what each rank of a plan of sampled batches holds in a step, from the very samples that it draws.
 
     With these `simulator.workload.lower` gives the exact program, where it else gives that of expected counts.
@@ -190,7 +204,7 @@ def sampled_works(plan: Plan, inputs: Inputs, *, step: int, seed: int) -> tuple[
             world=None,
             device=torch.device("cpu"),
         )
-        batches = Batches(plan, inputs, place, degree_buckets=False, dtype=torch.float32, seed=seed)
+        batches = Batches(plan, inputs, place, model, dtype=torch.float32, seed=seed)
         neighbourhood, _ = batches.sample(step)
         layers = tuple(layer.counts() for layer in neighbourhood.layers)
         features, node_N = inputs.graph.features, neighbourhood.node_N

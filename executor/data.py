@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import scipy.sparse
@@ -14,9 +14,10 @@ from executor.compat import making_sparse_csr
 from executor.exchange import ExchangeLayout
 from executor.operations import SparseFeatures
 from executor.sampling.neighbourhood import Neighbourhood
+from executor.topology import EdgeHalves, Topology, by_message, on_device
 from simulator.readers.graphs import Graph
 from simulator.specs.model import NUM_DEGREE_BUCKETS
-from simulator.specs.plan import Exchange
+from simulator.specs.plan import ROW_EXCHANGES, Exchange
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +59,11 @@ class RankData:
         node_N: global ids of the own rows, int64.
         dense_NF: dense features and encodings in the precision of the run; None without any.
         sparse: sparse features, fp32; None when features are dense.
-        edges: the edges as each exchange of the plan numbers the sources.
+        edges: the edges as each exchange of the plan numbers the sources; those of all ranks for an exchange of heads.
         degree_bucket_E: bucket of each edge's source by its degree in the whole graph; None where no bias needs it.
+        halves: for exchanges that overlap with attention, the edges in two sets instead.
+        group_degree_bucket_E: as `degree_bucket_E`, of the edges of all ranks.
+        graph_rank: this rank in its group.
         layout: what is sent and received.
         label_N: classes, -1 without a label.
         train_row_T, train_label_T: own rows that the loss uses, and their labels.
@@ -82,9 +86,12 @@ class RankData:
     num_train_rows_of_step: int
     mask_rows: Mapping[str, Tensor]
     layers: tuple[LayerData, ...] = ()
+    halves: Mapping[Exchange, EdgeHalves] = field(default_factory=dict)
+    group_degree_bucket_E: Tensor | None = None
+    graph_rank: int = 0
 
     def attended(self, layer: int, exchange: Exchange) -> tuple[EdgeGraph, Tensor | None]:
-        """Return the edges that a layer attends along under an exchange, and their degree buckets."""
+        """Return the edges into own rows that a layer attends along under an exchange, and their degree buckets."""
         if self.layers:
             return self.layers[layer].edges, self.layers[layer].degree_bucket_E
         return self.edges[exchange], self.degree_bucket_E
@@ -93,13 +100,26 @@ class RankData:
         """Return the global ids of the rows that a layer returns."""
         return self.node_N[: self.layers[layer].edges.num_targets] if self.layers else self.node_N
 
+    @property
+    def all_edges(self) -> list[EdgeGraph]:
+        """All edges as layers attend along them: of each layer, or of each exchange or both its halves."""
+        halves = [half for both in self.halves.values() for half in (both.inner, both.outer)]
+        return [*self.edges.values(), *halves, *(layer.edges for layer in self.layers)]
+
     def batch_shape(self, num_graph_nodes: int) -> tuple[int, ...]:
         """Return the shape of the task that made this batch, counted."""
-        graphs = [layer.edges for layer in self.layers] or list(self.edges.values())[:1]
         num_features = 0 if self.dense_NF is None else self.dense_NF.numel()
         num_features += 0 if self.sparse is None else self.sparse.num_entries
-        first = graphs[-1].num_targets if self.layers else num_graph_nodes
-        return first, len(self.node_N), sum(graph.num_edges for graph in graphs), num_features
+        first = self.layers[-1].edges.num_targets if self.layers else num_graph_nodes
+        return first, len(self.node_N), self._num_made_edges(), num_features
+
+    def _num_made_edges(self) -> int:
+        """Return the edges of all layers of samples, else those into own rows, and of all ranks where heads travel."""
+        own = [graph for exchange, graph in self.edges.items() if exchange is not Exchange.HEAD_ALL_TO_ALL][:1]
+        halves = [half for both in list(self.halves.values())[:1] for half in (both.inner, both.outer)]
+        group = [graph for exchange, graph in self.edges.items() if exchange is Exchange.HEAD_ALL_TO_ALL]
+        graphs = [layer.edges for layer in self.layers] or [*(own or halves), *group]
+        return sum(graph.num_edges for graph in graphs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,11 +130,12 @@ class LocalEdges:
         node_N: global ids of the own rows, in the plan's order.
         indptr_N1, source_global_E: edges into the own rows from nodes of the batch, those of a row as in the graph.
         owner_E: rank of the group that owns each edge's source.
-        halo_M: global ids of the halo, by owner, then in the plan's order.
+        halo_M: global ids of the halo, by message, then by owner, then in the plan's order.
         rows_from: halo rows by owner.
-        send_row_S: own rows that the others need, by receiver, then ascending.
+        send_row_S: own rows that the others need, by message, then by receiver, then ascending.
         rows_to: of them, by receiver.
         max_rows: own rows of the largest rank.
+        max_pair_rows: the most halo rows that any rank needs of another one.
     """
 
     node_N: np.ndarray
@@ -126,6 +147,7 @@ class LocalEdges:
     send_row_S: np.ndarray
     rows_to: tuple[int, ...]
     max_rows: int
+    max_pair_rows: int
 
 
 def local_edges(
@@ -136,6 +158,7 @@ def local_edges(
     num_ranks: int,
     order_N: np.ndarray | None = None,
     inside_N: np.ndarray | None = None,
+    rows_per_message: int | None = None,
 ) -> LocalEdges:
     """Return what one rank of a graph group holds of a batch.
 
@@ -143,6 +166,7 @@ def local_edges(
         owner_N: rank of the group that owns each node of the graph; -1 for nodes outside the batch.
         order_N: all nodes in the plan's order; None for the natural one.
         inside_N: part of each node, for a lone rank, where edges between parts are dropped; None where they are kept.
+        rows_per_message: the most halo rows from one rank to another in one message; None for all.
     """
     assert inside_N is None or num_ranks == 1, num_ranks
     place_N = _places(order_N, graph.num_nodes)
@@ -152,22 +176,26 @@ def local_edges(
     owner_E = owner_N[source_E]
     halo = _distinct(source_E[owner_E != graph_rank], graph.num_nodes)
     halo_M = halo[np.lexsort((place_N[halo], owner_N[halo]))]
-    send_rows = [
-        np.zeros(0, np.int64)
-        if rank == graph_rank
-        else _rows_needed_by(graph, rows_by_rank[rank], owner_N, node_N, place_N, graph_rank=graph_rank)
-        for rank in range(num_ranks)
-    ]
+    rows_from = np.bincount(owner_N[halo_M], minlength=num_ranks)
+    send_rows, max_pair_rows = [np.zeros(0, np.int64)] * num_ranks, int(rows_from.max())
+    for rank in range(num_ranks):
+        if rank != graph_rank:
+            needed = _nodes_needed_by(graph, rows_by_rank[rank], owner_N, rank)
+            max_pair_rows = max(max_pair_rows, *np.bincount(owner_N[needed], minlength=num_ranks).tolist())
+            mine = needed[owner_N[needed] == graph_rank]
+            send_rows[rank] = np.searchsorted(place_N[node_N], np.sort(place_N[mine]))
+    rows_to = [len(rows) for rows in send_rows]
     return LocalEdges(
         node_N=node_N,
         indptr_N1=indptr_N1,
         source_global_E=source_E,
         owner_E=owner_E,
-        halo_M=halo_M,
-        rows_from=tuple(np.bincount(owner_N[halo_M], minlength=num_ranks).tolist()),
-        send_row_S=np.concatenate(send_rows),
-        rows_to=tuple(len(rows) for rows in send_rows),
+        halo_M=halo_M[by_message(rows_from, rows_per_message)],
+        rows_from=tuple(rows_from.tolist()),
+        send_row_S=np.concatenate(send_rows)[by_message(rows_to, rows_per_message)],
+        rows_to=tuple(rows_to),
         max_rows=max(len(rows) for rows in rows_by_rank),
+        max_pair_rows=max_pair_rows,
     )
 
 
@@ -201,13 +229,21 @@ def _edges_into(
     return kept_before[offsets_N], source_E[keep_E]
 
 
-def _rows_needed_by(
-    graph: Graph, other_N: np.ndarray, owner_N: np.ndarray, node_N: np.ndarray, place_N: np.ndarray, *, graph_rank: int
-) -> np.ndarray:
-    """Return the own rows that another rank's nodes attend to, ascending."""
+def _nodes_needed_by(graph: Graph, other_N: np.ndarray, owner_N: np.ndarray, other: int) -> np.ndarray:
+    """Return the nodes of others that another rank's nodes attend to, ascending."""
     _, source_E = _edges_into(graph, other_N, owner_N)
-    needed = _distinct(source_E[owner_N[source_E] == graph_rank], graph.num_nodes)
-    return np.searchsorted(place_N[node_N], np.sort(place_N[needed]))
+    return _distinct(source_E[owner_N[source_E] != other], graph.num_nodes)
+
+
+def _boundary_last(graph: Graph, owner_N: np.ndarray, order_N: np.ndarray | None) -> np.ndarray:
+    """Return all nodes in an order in which those with edges from other ranks come last, else as before."""
+    order_N = np.arange(graph.num_nodes) if order_N is None else order_N
+    owner_of_target_E = np.repeat(owner_N, np.diff(graph.indptr_N))
+    owner_of_source_E = owner_N[graph.source_E]
+    is_outer_E = (owner_of_source_E >= 0) & (owner_of_source_E != owner_of_target_E)
+    before = np.concatenate([[0], np.cumsum(is_outer_E)])
+    is_boundary_N = np.diff(before[graph.indptr_N]) > 0
+    return order_N[np.argsort(is_boundary_N[order_N], kind="stable")]
 
 
 def _distinct(nodes: np.ndarray, num_nodes: int) -> np.ndarray:
@@ -232,6 +268,10 @@ def build_rank_data(
     dtype: torch.dtype,
     device: torch.device,
     inside_N: np.ndarray | None = None,
+    overlaps: bool = False,
+    rows_per_message: int | None = None,
+    head_rows_per_message: int | None = None,
+    for_one_step: bool = False,
 ) -> RankData:
     """Return one rank's tensors of a batch on its device.
 
@@ -241,32 +281,69 @@ def build_rank_data(
         order_N: all nodes in the plan's order; None for the natural one.
         degree_buckets: whether the model biases scores by degree.
         num_train_rows_of_step: labelled training rows on all ranks, replicas included.
-        inside_N: part of each node where edges between parts are dropped; None where they are kept.
+        inside_N: part of each node, for a lone rank, where edges between parts are dropped; None where they are kept.
+        overlaps: whether attention over own rows runs while rows of others are on their way.
+        rows_per_message, head_rows_per_message: as in `ExchangeLayout`.
+        for_one_step: whether the batch is made for one step: then nothing is made that only many steps pay for.
     """
-    local = local_edges(graph, owner_N, graph_rank=graph_rank, num_ranks=num_ranks, order_N=order_N, inside_N=inside_N)
+    if overlaps:
+        order_N = _boundary_last(graph, owner_N, order_N)
+    local = local_edges(
+        graph,
+        owner_N,
+        graph_rank=graph_rank,
+        num_ranks=num_ranks,
+        order_N=order_N,
+        inside_N=inside_N,
+        rows_per_message=rows_per_message,
+    )
     rows_by_rank = _nodes_by_rank(owner_N, num_ranks, order_N)
+    halved = ROW_EXCHANGES & exchanges if overlaps else frozenset[Exchange]()
+    topology = Topology(
+        graph_rank=graph_rank,
+        rows_by_rank=rows_by_rank,
+        halo_M=local.halo_M,
+        indptr_N1=local.indptr_N1,
+        source_E=local.source_global_E,
+        bucket_N=degree_buckets_of(graph) if degree_buckets else None,
+        rows_per_message=rows_per_message,
+        head_rows_per_message=head_rows_per_message,
+        for_one_step=for_one_step,
+        device=device,
+    )
+    group_edges = _edges_into(graph, topology.group_nodes, owner_N) if Exchange.HEAD_ALL_TO_ALL in exchanges else None
     train_row_T = np.flatnonzero(graph.train_mask_N[local.node_N])
     labels_N = np.asarray(graph.labels_N[local.node_N])
     masks = {"train": graph.train_mask_N, "val": graph.val_mask_N, "test": graph.test_mask_N}
     return RankData(
         dtype=dtype,
-        node_N=_tensor(local.node_N, device),
+        node_N=on_device(local.node_N, device),
         dense_NF=_dense_input(graph, encodings, local.node_N, dtype, device),
         sparse=_sparse_input(graph, local.node_N, device),
-        edges={exchange: _edge_graph(local, rows_by_rank, len(owner_N), exchange, device) for exchange in exchanges},
-        degree_bucket_E=_tensor(degree_buckets_of(graph)[local.source_global_E], device) if degree_buckets else None,
+        edges={
+            exchange: topology.edge_graph(exchange, group_edges if exchange is Exchange.HEAD_ALL_TO_ALL else None)
+            for exchange in exchanges - halved
+        },
+        degree_bucket_E=topology.buckets(local.source_global_E),
+        halves={exchange: topology.edge_halves(exchange) for exchange in halved},
+        group_degree_bucket_E=None if group_edges is None else topology.buckets(group_edges[1]),
+        graph_rank=graph_rank,
         layout=ExchangeLayout(
-            send_row_S=_tensor(local.send_row_S, device),
+            send_row_S=on_device(local.send_row_S, device),
             rows_to=local.rows_to,
             rows_from=local.rows_from,
             max_rows=local.max_rows,
             group=group,
+            max_pair_rows=local.max_pair_rows,
+            rows_per_message=rows_per_message,
+            rows_by_rank=tuple(len(rows) for rows in rows_by_rank),
+            head_rows_per_message=head_rows_per_message,
         ),
-        label_N=_tensor(labels_N, device),
-        train_row_T=_tensor(train_row_T, device),
-        train_label_T=_tensor(labels_N[train_row_T], device),
+        label_N=on_device(labels_N, device),
+        train_row_T=on_device(train_row_T, device),
+        train_label_T=on_device(labels_N[train_row_T], device),
         num_train_rows_of_step=num_train_rows_of_step,
-        mask_rows={name: _tensor(np.flatnonzero(mask[local.node_N]), device) for name, mask in masks.items()},
+        mask_rows={name: on_device(np.flatnonzero(mask[local.node_N]), device) for name, mask in masks.items()},
     )
 
 
@@ -291,19 +368,20 @@ def build_sampled_data(
     layers = [
         LayerData(
             edges=EdgeGraph(
-                indptr_N1=_tensor(layer.indptr_N1, device),
-                source_E=_tensor(layer.source_E, device),
+                indptr_N1=on_device(layer.indptr_N1, device),
+                source_E=on_device(layer.source_E, device),
                 num_sources=layer.num_sources,
+                is_sampled=True,
             ),
-            degree_bucket_E=None if buckets_N is None else _tensor(buckets_N[layer.source_E], device),
+            degree_bucket_E=None if buckets_N is None else on_device(buckets_N[layer.source_E], device),
         )
         for layer in sample.layers
     ]
     no_rows = torch.zeros(0, dtype=torch.int64, device=device)
-    label_N = _tensor(labels_N, device)
+    label_N = on_device(labels_N, device)
     return RankData(
         dtype=dtype,
-        node_N=_tensor(sample.node_N, device),
+        node_N=on_device(sample.node_N, device),
         dense_NF=_dense_input(graph, encodings, sample.node_N, dtype, device),
         sparse=_sparse_input(graph, sample.node_N, device),
         edges={},
@@ -322,35 +400,11 @@ def build_sampled_data(
 
 def prepare_attention(data: RankData) -> RankData:
     """Return a batch after making what attention needs of its edges, which would else be made inside the step."""
-    for graph in (*data.edges.values(), *(layer.edges for layer in data.layers)):
+    for graph in data.all_edges:
         _ = graph.num_edges_of_long_rows, graph.transpose
         if graph.device.type == "cuda":
             _ = graph.work, graph.transpose.work
     return data
-
-
-def _edge_graph(
-    local: LocalEdges, rows_by_rank: list[np.ndarray], num_nodes: int, exchange: Exchange, device: torch.device
-) -> EdgeGraph:
-    """Return the edges with sources numbered as an exchange lays the rows out."""
-    num_rows = len(local.node_N)
-    row_of_node = np.full(num_nodes, -1, np.int64)
-    match exchange:
-        case Exchange.NONE | Exchange.HALO:
-            row_of_node[local.node_N] = np.arange(num_rows)
-            row_of_node[local.halo_M] = num_rows + np.arange(len(local.halo_M))
-            num_sources = num_rows + len(local.halo_M)
-        case Exchange.ALL_GATHER:
-            for rank, nodes in enumerate(rows_by_rank):
-                row_of_node[nodes] = rank * local.max_rows + np.arange(len(nodes))
-            num_sources = len(rows_by_rank) * local.max_rows
-    edges = EdgeGraph(
-        indptr_N1=_tensor(local.indptr_N1, device),
-        source_E=_tensor(row_of_node[local.source_global_E].astype(np.int32), device),
-        num_sources=num_sources,
-    )
-    _ = edges.num_edges_of_long_rows  # counted here, and not in the first step that is traced
-    return edges
 
 
 def degree_buckets_of(graph: Graph) -> np.ndarray:
@@ -375,7 +429,7 @@ def _dense_input(
         columns.append(encodings[node_N])
     if not columns:
         return None
-    return _tensor(np.concatenate(columns, axis=1), device).to(dtype)
+    return on_device(np.concatenate(columns, axis=1), device).to(dtype)
 
 
 def _sparse_input(graph: Graph, node_N: np.ndarray, device: torch.device) -> SparseFeatures | None:
@@ -394,9 +448,3 @@ def _csr_tensor(matrix: scipy.sparse.csr_array, device: torch.device) -> Tensor:
             size=matrix.shape,
             device=device,
         )
-
-
-def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    # From pinned memory a copy runs beside the host, in the order of the stream; torch frees the memory after it.
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

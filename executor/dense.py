@@ -12,9 +12,10 @@ from executor import operations
 from executor.operations import Operation
 
 # Of what a compiled part would keep for its backward pass, this share at most is kept: at one half the outputs of
-# LayerNorm and GELU are computed again, inside kernels that read their inputs anyway; matrix products are from a third
-# on only (counted on a layer of 128 and 256 columns).
-ACTIVATION_MEMORY_BUDGET = 0.5
+# LayerNorm and GELU are computed again, inside kernels that read their inputs anyway; from a third on also the products
+# that come out of attention, and only a part's inputs are kept (counted on a layer of 128 and 256 columns). Attention
+# over a graph takes so much longer than they do that their time hardly counts (traces/training_h200x1_202611).
+ACTIVATION_MEMORY_BUDGET = 0.25
 # Name of a task in its layer, operation, arguments: returns what the operation makes of them.
 Run = Callable[..., Any]
 # The weights of a layer by their names in it.
@@ -40,9 +41,14 @@ class Dropout(NamedTuple):
 
 def before_attention(run: Run, weights: Weights, h_ND: Tensor) -> tuple[Tensor, Tensor]:
     """Return queries, [N, D], and keys and values side by side, [N, 2 D]."""
-    norm_weight, norm_bias = weights["attention_norm.weight"], weights["attention_norm.bias"]
-    x_ND = run("attention_norm", operations.LAYER_NORM, h_ND, norm_weight, norm_bias)
+    x_ND = normed(run, weights, h_ND)
     return run("query_key_value", operations.PROJECTION, x_ND, weights["query_key_value.weight"])  # type: ignore[no-any-return]
+
+
+def normed(run: Run, weights: Weights, h_ND: Tensor) -> Tensor:
+    """Return the rows that a layer makes queries, keys and values of, [N, D]."""
+    norm_weight, norm_bias = weights["attention_norm.weight"], weights["attention_norm.bias"]
+    return run("attention_norm", operations.LAYER_NORM, h_ND, norm_weight, norm_bias)  # type: ignore[no-any-return]
 
 
 def after_attention(run: Run, weights: Weights, h_ND: Tensor, x_ND: Tensor, dropout: Dropout | None) -> Tensor:

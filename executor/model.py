@@ -11,13 +11,13 @@ from torch.utils.checkpoint import checkpoint
 
 from executor import operations
 from executor.data import RankData
-from executor.dense import CompiledDense, Dropout, Run, Weights, after_attention, before_attention
-from executor.exchange import exchange_rows
+from executor.dense import CompiledDense, Dropout, Run, Weights, after_attention, before_attention, normed
 from executor.keyed import signed
+from executor.layer_attention import LayerAttention
 from executor.record import Recorder
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import NUM_DEGREE_BUCKETS, EdgeBias, ModelSpec
-from simulator.specs.plan import Exchange, Recompute
+from simulator.specs.plan import ROW_EXCHANGES, Exchange, ExchangePayload, Recompute
 from simulator.workload import num_input_columns
 
 
@@ -27,6 +27,8 @@ class ForwardSettings:
 
     Attributes:
         exchange, recompute: of each layer.
+        overlaps, payload: how rows travel, as in the plan.
+        wire: number format of what travels; None for that of the data.
         dropout_word: int32 [] on the device, `keyed.key_word` of seed and step; None turns dropout off.
         weights: used instead of the model's parameters, by name; None for the parameters.
         compiled: the dense parts of a layer, compiled; None runs them task by task, as a recorder that is on does too.
@@ -36,6 +38,9 @@ class ForwardSettings:
 
     exchange: tuple[Exchange, ...]
     recompute: tuple[Recompute, ...]
+    overlaps: bool = False
+    payload: ExchangePayload = ExchangePayload.KEYS_AND_VALUES
+    wire: torch.dtype | None = None
     dropout_word: Tensor | None = None
     weights: Mapping[str, Tensor] | None = None
     compiled: CompiledDense | None = None
@@ -142,34 +147,46 @@ class GraphTransformer(nn.Module):
     def _layer(self, index: int, h_ND: Tensor, data: RankData, settings: ForwardSettings) -> Tensor:
         name = f"layer{index}"
         weights = _weights_of(settings, name)
-        node_N = data.target_node_N(index)
-        dropout = self._dropout(node_N, settings, f"{name}.attention_dropout", f"{name}.feed_forward_dropout")
+        dropout_names = (f"{name}.attention_dropout", f"{name}.feed_forward_dropout")
+        dropout = self._dropout(data.target_node_N(index), settings, *dropout_names)
         compiled = None if self.recorder.is_on else settings.compiled
         run = self._run_in(name)
-        if compiled is None:
-            q_ND, kv_N2D = before_attention(run, weights, h_ND)
-        else:
-            q_ND, kv_N2D = compiled.before(weights, h_ND)
-        if data.layers:
-            q_ND, h_ND = run("targets", operations.TARGET_ROWS, q_ND, h_ND, len(node_N))
-        x_ND = self._attention(index, q_ND, kv_N2D, data, settings)
+        h_ND, x_ND = self._attention(index, h_ND, data, settings, compiled)
         if compiled is None:
             return after_attention(run, weights, h_ND, x_ND, dropout)
         return compiled.after(weights, h_ND, x_ND, dropout)
 
-    def _attention(self, index: int, q_ND: Tensor, kv_N2D: Tensor, data: RankData, settings: ForwardSettings) -> Tensor:
-        run, name, exchange = self.recorder.run, f"layer{index}", settings.exchange[index]
-        if settings.attend is not None:
-            return settings.attend(_weights_of(settings, name), q_ND, kv_N2D)
-        kv_M2D = exchange_rows(kv_N2D, exchange, data.layout, recorder=self.recorder, layer=name)
-        edges, degree_bucket_E = data.attended(index, exchange)
-        bias_EH = None
-        if self.model.edge_bias is EdgeBias.DEGREE:
-            table_BH = _weights_of(settings, name)["edge_bias"]
-            bias_EH = run(f"{name}.edge_bias", operations.EDGE_BIAS, table_BH, degree_bucket_E)
-        return run(  # type: ignore[no-any-return]
-            f"{name}.attention", operations.ATTENTION, q_ND, kv_M2D, bias_EH, edges, self.model.num_heads
+    def _attention(
+        self, index: int, h_ND: Tensor, data: RankData, settings: ForwardSettings, compiled: CompiledDense | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the rows that a layer goes on with, as it got them, and what its attention makes of them.
+
+        Of samples these are the targets, else all. Norm, projections and exchange are part of it.
+        """
+        name, exchange = f"layer{index}", settings.exchange[index]
+        weights, run = _weights_of(settings, name), self._run_in(name)
+        attention = LayerAttention(
+            data=data,
+            weights=weights,
+            recorder=self.recorder,
+            index=index,
+            exchange=exchange,
+            num_heads=self.model.num_heads,
+            wire=settings.wire or data.dtype,
         )
+        overlaps = settings.overlaps and exchange in ROW_EXCHANGES
+        if settings.payload is ExchangePayload.ROWS and exchange in ROW_EXCHANGES:
+            # What travels lies between norm and projection, so they are not compiled as one.
+            x_ND = normed(run, weights, h_ND)
+            return h_ND, attention.overlapped_rows(x_ND) if overlaps else attention.of_rows(x_ND)
+        q_ND, kv_N2D = before_attention(run, weights, h_ND) if compiled is None else compiled.before(weights, h_ND)
+        if data.layers:
+            q_ND, h_ND = run("targets", operations.TARGET_ROWS, q_ND, h_ND, len(data.target_node_N(index)))
+        if settings.attend is not None:
+            return h_ND, settings.attend(weights, q_ND, kv_N2D)
+        if exchange is Exchange.HEAD_ALL_TO_ALL:
+            return h_ND, attention.by_heads(q_ND, kv_N2D)
+        return h_ND, attention.overlapped(q_ND, kv_N2D) if overlaps else attention.in_turn(q_ND, kv_N2D)
 
     def _run_in(self, layer: str) -> Run:
         return lambda task, operation, *arguments: self.recorder.run(f"{layer}.{task}", operation, *arguments)

@@ -76,6 +76,16 @@ def _projection(x_ND: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return q_ND, kv_N2D
 
 
+def _query(x_ND: Tensor, weight: Tensor) -> Tensor:
+    """Return queries alone, by the first third of the weights of queries, keys and values."""
+    return F.linear(x_ND, weight[: x_ND.shape[1]].to(x_ND.dtype))
+
+
+def _key_value(x_MD: Tensor, weight: Tensor) -> Tensor:
+    """Return keys and values alone, side by side."""
+    return F.linear(x_MD, weight[x_MD.shape[1] :].to(x_MD.dtype))
+
+
 def _layer_norm(x_ND: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.layer_norm(x_ND, (x_ND.shape[1],), weight.to(x_ND.dtype), bias.to(x_ND.dtype))
 
@@ -91,7 +101,8 @@ class _KeyedDropout(torch.autograd.Function):
     def forward(ctx: Any, x_ND: Tensor, node_N: Tensor, ratio: float, seed: int | Tensor) -> Tensor:
         column_D = torch.arange(x_ND.shape[1], dtype=torch.int32, device=x_ND.device)
         node_bits_N = mix(node_N.to(torch.int32) ^ (seed if isinstance(seed, Tensor) else signed(seed)))
-        bits_ND = mix(node_bits_N.unsqueeze(1) ^ mix(column_D * 2 + 1))
+        # An odd number for each column; with `* 2 + 1` torch's compiler would fold factors past 32 bits.
+        bits_ND = mix(node_bits_N.unsqueeze(1) ^ mix((column_D << 1) | 1))
         keep_ND = bits_ND >= threshold(ratio)
         ctx.save_for_backward(keep_ND)  # so that a layer computed again does not keep it
         ctx.factor = 1 / (1 - ratio)
@@ -142,6 +153,17 @@ def _attention(q_ND: Tensor, kv_M2D: Tensor, edge_bias_EH: Tensor | None, graph:
     return out_NHK.view(-1, width)
 
 
+def _attention_part(
+    q_ND: Tensor, kv_M2D: Tensor, edge_bias_EH: Tensor | None, graph: EdgeGraph, num_heads: int
+) -> tuple[Tensor, Tensor]:
+    """Return attention over some of the edges, [N, H, K], and its log-sum-exp, for a merge with that over others."""
+    head_size = q_ND.shape[1] // num_heads
+    q_NHK = q_ND.view(-1, num_heads, head_size)
+    k_MHK, v_MHK = kv_M2D.view(-1, 2, num_heads, head_size).unbind(1)
+    out_NHK, lse_NH = edge_attention(q_NHK, k_MHK, v_MHK, graph, edge_bias=edge_bias_EH, return_lse=True)
+    return out_NHK, lse_NH
+
+
 def _loss(logits_NC: Tensor, row_T: Tensor, label_T: Tensor, num_labelled: int) -> Tensor:
     """Return the sum of cross entropies over this rank's labelled rows, over the labelled rows of all ranks."""
     logits_TC = logits_NC.index_select(0, row_T).float()
@@ -164,6 +186,10 @@ SPARSE_LINEAR = Operation(
     shape=lambda features, weight_FD, _: (features.rows.shape[0], features.num_entries, *weight_FD.shape),
 )
 PROJECTION = Operation(kind=TaskKind.PROJECTION, function=_projection, shape=_linear_shape)
+QUERY = Operation(kind=TaskKind.PROJECTION, function=_query, shape=lambda x_ND, _: (*x_ND.shape, x_ND.shape[1]))
+KEY_VALUE = Operation(
+    kind=TaskKind.PROJECTION, function=_key_value, shape=lambda x_MD, _: (*x_MD.shape, 2 * x_MD.shape[1])
+)
 LAYER_NORM = Operation(kind=TaskKind.LAYER_NORM, function=_layer_norm, shape=_rows_and_columns)
 GELU = Operation(kind=TaskKind.GELU, function=F.gelu, shape=_rows_and_columns)
 DROPOUT = Operation(kind=TaskKind.DROPOUT, function=_dropout, shape=_rows_and_columns)
@@ -178,18 +204,27 @@ EDGE_BIAS = Operation(
     function=_edge_bias,
     shape=lambda table_BH, bucket_E: (bucket_E.numel(), table_BH.shape[1]),
 )
-ATTENTION = Operation(
-    kind=TaskKind.ATTENTION,
-    function=_attention,
-    shape=lambda q_ND, kv_M2D, _, graph, num_heads: (
-        q_ND.shape[0],
-        kv_M2D.shape[0],
-        graph.num_edges,
-        *graph.num_edges_of_long_rows,
-        num_heads,
-        q_ND.shape[1] // num_heads,
-    ),
+
+
+CAST = Operation(
+    kind=TaskKind.COPY_ROWS,
+    function=lambda x_ND: x_ND.to(torch.bfloat16 if x_ND.dtype == torch.float32 else torch.float32),
+    shape=_rows_and_columns,
 )
+
+
+def _attention_shape(
+    q_ND: Tensor, kv_M2D: Tensor, _: Tensor | None, graph: EdgeGraph, num_heads: int
+) -> tuple[int, ...]:
+    return (
+        *(q_ND.shape[0], kv_M2D.shape[0], graph.num_edges),
+        *graph.num_edges_of_long_rows,
+        *(num_heads, q_ND.shape[1] // num_heads),
+    )
+
+
+ATTENTION = Operation(kind=TaskKind.ATTENTION, function=_attention, shape=_attention_shape)
+ATTENTION_PART = Operation(kind=TaskKind.ATTENTION, function=_attention_part, shape=_attention_shape)
 LOSS = Operation(
     kind=TaskKind.LOSS,
     function=_loss,

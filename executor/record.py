@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from executor.mesh import Place
 from executor.operations import Operation
-from simulator.specs.program import Phase, TaskKind, stream_of, task_name
+from simulator.specs.program import Phase, Stream, TaskKind, stream_of, task_name
 from simulator.specs.trace import Span
 from simulator.specs.units import Dtype
 
@@ -32,7 +32,14 @@ _FOREIGN_RANGES = ("ProfilerStep", "nccl:", "Optimizer.")
 
 @dataclass(slots=True, kw_only=True)
 class Mark:
-    """A task under way or done; instants by the host's monotonic clock."""
+    """A task under way or done; instants by the host's monotonic clock.
+
+    Attributes:
+        is_followed: a collective that goes on after its call: it ends with its work, not with the call.
+        done_seconds: when that work told its end; 0 before, and where it tells none.
+        stream: None for that of its kind.
+        paused_seconds: in which other tasks ran in its midst.
+    """
 
     name: str
     kind: TaskKind
@@ -43,6 +50,10 @@ class Mark:
     start_seconds: float = 0.0
     end_seconds: float = 0.0
     annotation: Any = None
+    is_followed: bool = False
+    done_seconds: float = 0.0
+    stream: Stream | None = None
+    paused_seconds: float = 0.0
 
 
 class Recorder:
@@ -90,18 +101,28 @@ class Recorder:
 
     @contextlib.contextmanager
     def task(
-        self, name: str, kind: TaskKind, phase: Phase, shape: tuple[int, ...], group: tuple[int, ...] = ()
-    ) -> Iterator[None]:
+        self,
+        name: str,
+        kind: TaskKind,
+        phase: Phase,
+        shape: tuple[int, ...],
+        group: tuple[int, ...] = (),
+        dtype: Dtype | None = None,
+    ) -> Iterator[Mark | None]:
         """Mark what runs inside as a task; inside the backward pass the task lasts until the next one begins.
 
         Args:
             group: ranks of a collective.
+            dtype: number format of what it works on, if not that of activations.
+
+        Yields:
+            The mark, for `follow`; None while nothing is marked.
         """
         if not self.is_on:
-            yield
+            yield None
             return
-        self._begin(name, kind, phase, shape, group)
-        yield
+        mark = self._begin(name, kind, phase, shape, group, dtype)
+        yield mark
         if phase is not Phase.BACKWARD:
             self._close()
 
@@ -109,6 +130,29 @@ class Recorder:
         """Give the task that is under way its shape, where that is known only once it is done."""
         if self._open is not None:
             self._open.shape = shape
+
+    def pause(self) -> None:
+        """End the task under way; what runs until the next one begins, such as waiting for others, has no name."""
+        if self.is_on:
+            self._close()
+
+    def follow(self, mark: Mark | None, work: dist.Work) -> None:
+        """Let a collective's mark last until its work is done, as far as the work tells, else until `waited`."""
+        if mark is None:
+            return
+        mark.is_followed = True
+
+        def note(_: object) -> None:
+            mark.done_seconds = time.perf_counter()
+
+        # gloo tells the end of all but a reduce-scatter.
+        with contextlib.suppress(RuntimeError):
+            work.get_future().then(note)
+
+    def waited(self, mark: Mark | None) -> None:
+        """End the mark of a collective whose work is done."""
+        if mark is not None and mark.is_followed:
+            mark.end_seconds = max(mark.done_seconds or time.perf_counter(), mark.start_seconds)
 
     @contextlib.contextmanager
     def recomputing(self) -> Iterator[None]:
@@ -125,6 +169,23 @@ class Recorder:
         if interrupted is not None:
             self._enter(interrupted)
 
+    @contextlib.contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Mark tasks inside in the midst of the one that is open, which goes on after them."""
+        if not self.is_on:
+            yield
+            return
+        interrupted, self._open = self._open, None
+        started = time.perf_counter()
+        if interrupted is not None:
+            self._exit_annotation(interrupted)
+        yield
+        self._close()
+        if interrupted is not None:
+            interrupted.paused_seconds += time.perf_counter() - started
+            self._open = interrupted
+            self._enter_annotation(interrupted)
+
     def _name_backward(self, name: str, kind: TaskKind, shape: tuple[int, ...], result: Any) -> None:
         tensor = result[0] if isinstance(result, tuple) else result
         if tensor.grad_fn is None:
@@ -137,24 +198,35 @@ class Recorder:
         tensor.grad_fn.register_prehook(begin)
 
     def _begin(
-        self, name: str, kind: TaskKind, phase: Phase, shape: tuple[int, ...], group: tuple[int, ...] = ()
-    ) -> None:
+        self,
+        name: str,
+        kind: TaskKind,
+        phase: Phase,
+        shape: tuple[int, ...],
+        group: tuple[int, ...] = (),
+        dtype: Dtype | None = None,
+    ) -> Mark:
         self._close()
-        dtype = Dtype.FLOAT32 if phase is Phase.UPDATE else self.precision
+        dtype = dtype or (Dtype.FLOAT32 if phase is Phase.UPDATE else self.precision)
         full_name = self._prefix + task_name(name, phase)
-        self._enter(Mark(name=full_name, kind=kind, phase=phase, shape=shape, dtype=dtype, group=group))
+        mark = Mark(name=full_name, kind=kind, phase=phase, shape=shape, dtype=dtype, group=group)
+        self._enter(mark)
+        return mark
 
     def _enter(self, mark: Mark) -> None:
         self._open = mark
+        self._enter_annotation(mark)
+        mark.start_seconds, mark.paused_seconds = time.perf_counter(), 0.0
+
+    def _enter_annotation(self, mark: Mark) -> None:
         if self.annotate:
             mark.annotation = torch.profiler.record_function(mark.name)
             mark.annotation.__enter__()
-        mark.start_seconds = time.perf_counter()
 
     def _close(self) -> None:
         mark, self._open = self._open, None
         if mark is not None:
-            mark.end_seconds = time.perf_counter()
+            mark.end_seconds = time.perf_counter() - mark.paused_seconds
             self._exit_annotation(mark)
             self._marks.append(mark)
 
@@ -210,7 +282,7 @@ def _span_of_mark(mark: Mark, step: int, rank: int) -> Span:
     return Span(
         rank=rank,
         step=step,
-        stream=stream_of(mark.kind),
+        stream=mark.stream or stream_of(mark.kind),
         name=mark.name,
         kind=mark.kind,
         phase=mark.phase,

@@ -29,6 +29,7 @@ from simulator.readers.graphs import open_graph
 from simulator.readers.orders import read_order
 from simulator.readers.partitions import read_partition
 from simulator.specs.cluster import ClusterSpec, DeviceKind
+from simulator.specs.convert import to_plain
 from simulator.specs.decision import PlanFile
 from simulator.specs.document import content_sha256
 from simulator.specs.files import read_plan, remove_unfinished, write_atomic, write_text_atomic, write_trace
@@ -170,7 +171,7 @@ def _work_on_plan(run: PlanRun, file: PlanFile, store: Store, rank: int) -> None
             result, best_weights = train_loop(trainer, store, progress)
     if rank == 0:
         trace = with_cache_ratios(result.trace, file.plan, file.cluster)
-        _write_result(run.out, replace(result, trace=trace), best_weights)
+        _write_result(run.out, file.plan, replace(result, trace=trace), best_weights)
 
 
 def require_same_plan(file: PlanFile, store: Store, rank: int) -> None:
@@ -327,7 +328,7 @@ def _gather(store: Store, place: Place, mine: Any) -> list[Any]:
     return [pickle.loads(store.get(f"gathered{rank}")) for rank in range(place.num_ranks)]
 
 
-def _write_result(out: Path, result: RunResult, best_weights: dict[str, Tensor]) -> None:
+def _write_result(out: Path, plan: Plan, result: RunResult, best_weights: dict[str, Tensor]) -> None:
     write_trace(out / "measured.json", result.trace)
     write_atomic(out / "weights.pt", lambda file: torch.save(best_weights, file))
     content = {
@@ -337,6 +338,11 @@ def _write_result(out: Path, result: RunResult, best_weights: dict[str, Tensor])
         "best": asdict(result.best),
         "median_step_seconds": result.trace.median_step_seconds,
         "data_seconds": result.data_seconds,
+        "gradients": {
+            "bucket_bytes": plan.gradient_bucket_bytes,
+            "overlap": plan.overlap_gradients,
+            "compression": to_plain(plan.gradient_compression),
+        },
         "environment": dict(result.trace.environment),
     }
     write_text_atomic(out / "result.json", json.dumps(content, indent=1))

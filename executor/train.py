@@ -20,8 +20,9 @@ from executor.parallel import FlatGradients
 from executor.record import Recorder
 from executor.step import CapturedFunction, CudaGraphs, cast_weights
 from simulator.errors import RunError
+from simulator.exchanges import wire_dtype
 from simulator.specs.graph import GraphSpec
-from simulator.specs.model import EdgeBias, ModelSpec
+from simulator.specs.model import ModelSpec
 from simulator.specs.plan import Exchange, Plan, Recompute, StepMode
 from simulator.specs.program import Phase, TaskKind
 from simulator.specs.train import TrainSpec
@@ -62,7 +63,14 @@ class Trainer:
         self.recorder = recorder
         torch.manual_seed(train.seed)  # parameters are drawn on the CPU, so alike on every rank and device
         self.model = GraphTransformer(graph, model, recorder).to(place.device)
-        self.gradients = FlatGradients(self.model, recorder, place.world, bucket_bytes=plan.gradient_bucket_bytes)
+        self.gradients = FlatGradients(
+            self.model,
+            recorder,
+            place.world,
+            bucket_bytes=plan.gradient_bucket_bytes,
+            overlap=plan.overlap_gradients,
+            compression=plan.gradient_compression,
+        )
         # What changes from step to step lies on the device, where a CUDA graph reads it.
         self.learning_rate = torch.zeros((), device=place.device)
         self.dropout_word = torch.zeros((), dtype=torch.int32, device=place.device)
@@ -74,15 +82,15 @@ class Trainer:
             fused=True,
         )
         compiled = compiled_dense() if train.compile_dense else None
-        self.settings = ForwardSettings(exchange=plan.exchange, recompute=plan.recompute, compiled=compiled)
-        self.batches = Batches(
-            plan,
-            inputs,
-            place,
-            degree_buckets=model.edge_bias is EdgeBias.DEGREE,
-            dtype=TORCH_DTYPES[plan.precision],
-            seed=train.seed,
+        self.settings = ForwardSettings(
+            exchange=plan.exchange,
+            recompute=plan.recompute,
+            overlaps=plan.overlap_exchange,
+            payload=plan.exchange_payload,
+            wire=TORCH_DTYPES[wire_dtype(plan)],
+            compiled=compiled,
         )
+        self.batches = Batches(plan, inputs, place, model, dtype=TORCH_DTYPES[plan.precision], seed=train.seed)
         self._captured: tuple[CapturedFunction, CapturedFunction] | None = None
 
     def step(self, step: int, data: RankData) -> Tensor:
@@ -96,8 +104,9 @@ class Trainer:
     def _update_on(self, data: RankData, settings: ForwardSettings) -> Tensor:
         settings = replace(settings, dropout_word=self.dropout_word)
         loss = self.model.loss(self.model(data, settings), data)
+        self.gradients.begin(loss)
         loss.backward()
-        step_loss = self.gradients.reduce(loss)
+        step_loss = self.gradients.reduce()
         self.update()
         return step_loss
 
@@ -173,7 +182,13 @@ class Trainer:
         elif self.plan.is_full_graph:
             right_N = self._is_right(data, self.settings)
         else:
-            settings = ForwardSettings(exchange=(exchange,) * num_layers, recompute=(Recompute.NONE,) * num_layers)
+            settings = replace(
+                self.settings,
+                exchange=(exchange,) * num_layers,
+                recompute=(Recompute.NONE,) * num_layers,
+                overlaps=False,
+                compiled=None,
+            )
             right_N = self._is_right(data, settings)
         counts = [[right_N[rows].sum(), torch.tensor(rows.numel())] for rows in data.mask_rows.values()]
         totals = torch.tensor([[int(right), int(total)] for right, total in counts], device=self.place.device)

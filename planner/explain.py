@@ -1,12 +1,14 @@
 """Plans in words, and why one lost to another."""
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from simulator.specs.decision import PlanFile
+from simulator.specs.gradients import CompressionKind
 from simulator.specs.order import NodeOrder
-from simulator.specs.plan import Exchange, Plan, Recompute
-from simulator.specs.program import BATCH_KINDS, Stream
+from simulator.specs.plan import Exchange, ExchangePayload, Plan, Recompute
+from simulator.specs.program import BATCH_KINDS
 from simulator.specs.trace import Span, Trace
 from simulator.specs.units import Dimension, format_quantity
 
@@ -25,6 +27,8 @@ class Breakdown:
     """Where an epoch's time goes on the mean rank, in seconds.
 
     Attributes:
+        communication_seconds: with a collective under way and nothing computed beside it.
+        waiting_seconds: in which a collective waits for other ranks, and nothing else is done beside it.
         idle_seconds: with no task under way: a device waits for its host to launch the next.
         batch_seconds: in which batches are made and the device runs nothing.
     """
@@ -39,8 +43,7 @@ class Breakdown:
 def description(plan: Plan) -> str:
     """Return the choices of a plan in words, such as "4 ranks: full graph on 4 (halo), fp32"."""
     ranks = f"{plan.num_ranks} rank{'s' if plan.num_ranks > 1 else ''}"
-    exchanges = "/".join(Counter(exchange.value for exchange in plan.exchange if exchange is not Exchange.NONE))
-    group = f" on {plan.graph_parallel_degree} ({exchanges})" if plan.graph_parallel_degree > 1 else ""
+    group = f" on {plan.graph_parallel_degree} ({exchange_words(plan)})" if plan.graph_parallel_degree > 1 else ""
     if plan.is_full_graph:
         batch = f"full graph{group}"
     elif plan.sampled is not None:
@@ -52,38 +55,78 @@ def description(plan: Plan) -> str:
         batch += group + (", kept on the device" if plan.keep_batches else "")
     again = sum(recompute is Recompute.LAYER for recompute in plan.recompute)
     recompute = f", {again} of {len(plan.recompute)} layers recomputed" if again else ""
-    return f"{ranks}: {batch}, {plan.precision.value}{recompute}"
+    return f"{ranks}: {batch}, {plan.precision.value}{recompute}{_gradients_text(plan)}"
+
+
+def _gradients_text(plan: Plan) -> str:
+    """Return how gradients are reduced where that is not behind the backward pass in fp32, and a comma before it."""
+    choices = []
+    if plan.gradient_compression.kind is not CompressionKind.NONE:
+        choices.append(f"gradients by {plan.gradient_compression}")
+    if plan.overlap_gradients:
+        size = format_quantity(plan.gradient_bucket_bytes, Dimension.BYTES)
+        choices.append(f"buckets of {size} reduced beside the backward pass")
+    return "".join(f", {choice}" for choice in choices)
+
+
+def exchange_words(plan: Plan) -> str:
+    """Return how the ranks of a graph group exchange, such as "halo of rows, overlapped, in bf16"."""
+    words = "/".join(Counter(exchange.value for exchange in plan.exchange if exchange is not Exchange.NONE))
+    if plan.exchange_payload is ExchangePayload.ROWS:
+        words += " of rows"
+    if plan.overlap_exchange:
+        words += ", overlapped"
+    if plan.exchange_precision is not None:
+        words += f", in {plan.exchange_precision}"
+    if plan.exchange_chunk_bytes is not None:
+        words += f", at most {format_quantity(plan.exchange_chunk_bytes, Dimension.BYTES)} a message"
+    return words
 
 
 def breakdown(plan: Plan, trace: Trace) -> Breakdown:
     """Return where the time of an epoch goes, if all its steps were like the trace's."""
     scale = plan.steps_per_epoch / trace.num_ranks
-    communication = [span for span in trace.spans if span.kind.is_collective]
-    on_device = [span for span in trace.spans if span.stream is not Stream.LOADER]
-    compute_seconds = scale * sum(span.busy_seconds for span in on_device if not span.kind.is_collective)
-    batch_seconds = scale * sum(_alone_seconds(span, on_device) for span in trace.spans if span.kind in BATCH_KINDS)
-    communication_seconds = scale * sum(span.busy_seconds for span in communication)
-    waiting_seconds = scale * sum(span.waiting_seconds for span in communication)
+    compute_seconds = busy_seconds = covered_seconds = 0.0
+    spans_of_rank: dict[int, list[Span]] = defaultdict(list)
+    for span in trace.spans:
+        if span.kind not in BATCH_KINDS:
+            spans_of_rank[span.rank].append(span)
+    batch_seconds = scale * sum(
+        _alone_seconds(span, spans_of_rank[span.rank]) for span in trace.spans if span.kind in BATCH_KINDS
+    )
+    for spans in spans_of_rank.values():
+        compute = [(span.start_seconds, span.end_seconds) for span in spans if not span.kind.is_collective]
+        moving = [(s.start_seconds + s.waiting_seconds, s.end_seconds) for s in spans if s.kind.is_collective]
+        waiting = [(s.start_seconds, s.start_seconds + s.waiting_seconds) for s in spans if s.kind.is_collective]
+        compute_seconds += scale * _covered_seconds(compute)
+        busy_seconds += scale * _covered_seconds(compute + moving)
+        covered_seconds += scale * _covered_seconds(compute + moving + waiting)
     whole_seconds = plan.steps_per_epoch * trace.median_step_seconds
     return Breakdown(
         batch_seconds=batch_seconds,
         compute_seconds=compute_seconds,
-        communication_seconds=communication_seconds,
-        waiting_seconds=waiting_seconds,
-        # Streams that run side by side leave less than nothing.
-        idle_seconds=max(
-            whole_seconds - batch_seconds - compute_seconds - communication_seconds - waiting_seconds, 0.0
-        ),
+        communication_seconds=busy_seconds - compute_seconds,
+        waiting_seconds=covered_seconds - busy_seconds,
+        idle_seconds=max(whole_seconds - batch_seconds - covered_seconds, 0.0),
     )
 
 
 def _alone_seconds(batch: Span, on_device: list[Span]) -> float:
-    """Return the seconds of a batch's making before its rank's first task and after its last."""
-    mine = [span for span in on_device if span.rank == batch.rank and span.step == batch.step]
+    """Return the seconds of a batch's making before the first task of its rank and step, and after the last."""
+    mine = [span for span in on_device if span.step == batch.step]
     begin = min((span.start_seconds for span in mine), default=batch.end_seconds)
     end = max((span.end_seconds for span in mine), default=batch.end_seconds)
     before = max(min(begin, batch.end_seconds) - batch.start_seconds, 0.0)
     return before + max(batch.end_seconds - max(end, batch.start_seconds), 0.0)
+
+
+def _covered_seconds(intervals: Iterable[tuple[float, float]]) -> float:
+    """Return the seconds that lie in at least one interval."""
+    covered_seconds, until_seconds = 0.0, float("-inf")
+    for start_seconds, end_seconds in sorted(intervals):
+        covered_seconds += max(end_seconds - max(start_seconds, until_seconds), 0.0)
+        until_seconds = max(until_seconds, end_seconds)
+    return covered_seconds
 
 
 def reason_lost(best: Breakdown, other: Breakdown) -> str:

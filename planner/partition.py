@@ -79,6 +79,7 @@ def part_specs(graph: Graph, part_N: NDArray[np.int32], num_parts: int) -> tuple
     borders = np.searchsorted(part_N[by_part_N], np.arange(num_parts + 1))
     is_halo_N = np.zeros(graph.num_nodes, dtype=np.bool_)
     degree_N = graph.in_degree_N
+    out_degree_N = np.bincount(graph.source_E, minlength=graph.num_nodes)
     parts = []
     for part in range(num_parts):
         owned = by_part_N[borders[part] : borders[part + 1]]
@@ -101,6 +102,10 @@ def part_specs(graph: Graph, part_N: NDArray[np.int32], num_parts: int) -> tuple
                 edges_of_long_targets_from=tuple(np.bincount(owner_E[of_long_target_E], minlength=num_parts).tolist()),
                 edges_of_long_sources_from=tuple(np.bincount(owner_E[of_long_source_E], minlength=num_parts).tolist()),
                 inner_edges_of_long_targets=_edges_of_long_rows(owner_E == part, degree_N[owned]),
+                outer_edges_of_long_targets=_edges_of_long_rows(owner_E != part, degree_N[owned]),
+                edges_out_of_long_sources=_sum_above(out_degree_N[owned], MAX_SHORT_EDGES),
+                num_boundary_nodes=_rows_with_edges(owner_E != part, degree_N[owned]),
+                boundary_nodes_from=tuple(_boundary_rows(owner_E, degree_N[owned], part, num_parts)),
             )
         )
     return tuple(parts)
@@ -113,9 +118,35 @@ def _edges_of_long_rows(is_kept_E: NDArray[np.bool_], degree_N: NDArray[np.int64
         is_kept_E: of each edge, by row.
         degree_N: edges of each row before.
     """
+    return _sum_above(_kept_by_row(is_kept_E, degree_N), MAX_SHORT_EDGES)
+
+
+def _rows_with_edges(is_kept_E: NDArray[np.bool_], degree_N: NDArray[np.int64]) -> int:
+    """Return how many rows keep an edge; arguments as above."""
+    return int(np.count_nonzero(_kept_by_row(is_kept_E, degree_N)))
+
+
+def _boundary_rows(owner_E: NDArray[np.int32], degree_N: NDArray[np.int64], part: int, num_parts: int) -> list[int]:
+    """Return how many rows have an edge from each other part.
+
+    Args:
+        owner_E: part of each edge's source, by row.
+        degree_N: edges of each row.
+    """
+    outer_E = owner_E != part
+    row_E = np.repeat(np.arange(len(degree_N)), degree_N)[outer_E]
+    is_there = np.zeros((num_parts, len(degree_N)), dtype=np.bool_)
+    is_there[owner_E[outer_E], row_E] = True
+    return [int(count) for count in is_there.sum(axis=1)]
+
+
+def _kept_by_row(is_kept_E: NDArray[np.bool_], degree_N: NDArray[np.int64]) -> NDArray[np.int64]:
     kept_before = np.concatenate(([0], np.cumsum(is_kept_E)))
-    kept_N = np.diff(kept_before[np.concatenate(([0], np.cumsum(degree_N)))])
-    return int(kept_N[kept_N > MAX_SHORT_EDGES].sum())
+    return np.asarray(np.diff(kept_before[np.concatenate(([0], np.cumsum(degree_N)))]))
+
+
+def _sum_above(counts: NDArray[np.int64], bound: int) -> int:
+    return int(counts[counts > bound].sum())
 
 
 def _spec(

@@ -111,7 +111,7 @@ def find_plan(
     costs = pricing(cluster, calibration)
     rejected: Counter[str] = Counter()
     misfits: list[tuple[int, str]] = []
-    plans = map(with_cache_ratio, candidates(model, cluster, search, cut, sampled))
+    plans = map(with_cache_ratio, candidates(spec, model, cluster, search, cut, sampled))
     priced = list(_price_all(costs, spec, model, train, plans, rejected, misfits, on_progress))
     if not priced:
         reasons = "; ".join(f"{reason} ({count})" for reason, count in rejected.most_common(3))

@@ -1,14 +1,21 @@
 """Yields candidate plans."""
 
+import itertools
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import assert_never
+from dataclasses import dataclass, field
+from typing import Any, assert_never
 
 from simulator.constraints import step_mode_of
+from simulator.gradients import gradient_buckets
 from simulator.specs.cluster import ClusterSpec, DeviceKind
+from simulator.specs.gradients import GradientCompression
+from simulator.specs.graph import GraphSpec
 from simulator.specs.model import ModelSpec
-from simulator.specs.plan import Exchange, PartitionSpec, Plan, SampledBatches
+from simulator.specs.plan import ROW_EXCHANGES, Exchange, ExchangePayload, PartitionSpec, Plan, SampledBatches
 from simulator.specs.search import BatchKind, SearchSpec
+from simulator.specs.units import Dtype
+from simulator.workload import parameter_shapes
 
 # Made ahead: one waits while the next is being made, so that a batch that takes longer than others delays no step.
 PREFETCHED_BATCHES = 2
@@ -23,6 +30,7 @@ def rank_counts(cluster: ClusterSpec, search: SearchSpec) -> tuple[int, ...]:
 
 
 def candidates(
+    graph: GraphSpec,
     model: ModelSpec,
     cluster: ClusterSpec,
     search: SearchSpec,
@@ -31,36 +39,104 @@ def candidates(
 ) -> Iterator[Plan]:
     """Yield every plan of the search space, legal or not, those on fewer ranks first.
 
-    Layers are alike: each plan has one exchange and one recompute choice for all of them.
+    Layers are alike: each plan has one exchange and one recompute choice for all of them. Choices of how rows travel
+    that an exchange does not have are not tried with it.
 
     Args:
         partition: gives the cut into so many parts; it is asked only for cuts that some candidate needs.
         sampled: gives the sampled batches of so many replicas; needed where the search names them.
     """
     for num_ranks in rank_counts(cluster, search):
+        reductions = list(_reductions(graph, model, cluster, search, num_ranks))
         for batches in _batches(num_ranks, search, cluster):
+            replicas = num_ranks // batches.graph_parallel_degree
             cut = partition(batches.num_parts)
-            exchanges = search.exchanges if batches.graph_parallel_degree > 1 else (Exchange.NONE,)
             is_full_graph = batches.kind is BatchKind.FULL_GRAPH
             step_mode = step_mode_of(num_ranks=num_ranks, is_full_graph=is_full_graph, cluster=cluster)
-            replicas = num_ranks // batches.graph_parallel_degree
-            for exchange in exchanges:
-                for recompute in search.recomputes:
-                    for precision in search.precisions:
-                        yield Plan(
-                            data_parallel_degree=replicas,
-                            graph_parallel_degree=batches.graph_parallel_degree,
-                            partition=cut,
-                            parts_per_batch=batches.parts_per_batch,
-                            exchange=(exchange,) * model.num_layers,
-                            recompute=(recompute,) * model.num_layers,
-                            precision=precision,
-                            step_mode=step_mode,
-                            between_edges=batches.kind is not BatchKind.ISOLATED_CLUSTERS,
-                            sampled=sampled(replicas) if sampled and batches.kind is BatchKind.SAMPLED else None,
-                            keep_batches=batches.are_kept,
-                            prefetch_batches=batches.num_prefetched,
+            exchanges = list(_exchanges(batches.graph_parallel_degree, search))
+            for (exchange, choices), recompute, precision, reduction in itertools.product(
+                exchanges, search.recomputes, search.precisions, reductions
+            ):
+                if not _shortens(choices["exchange_precision"], precision):
+                    continue
+                yield Plan(
+                    data_parallel_degree=replicas,
+                    graph_parallel_degree=batches.graph_parallel_degree,
+                    partition=cut,
+                    parts_per_batch=batches.parts_per_batch,
+                    exchange=(exchange,) * model.num_layers,
+                    recompute=(recompute,) * model.num_layers,
+                    precision=precision,
+                    gradient_bucket_bytes=reduction.bucket_bytes,
+                    overlap_gradients=reduction.overlaps,
+                    gradient_compression=reduction.compression,
+                    step_mode=step_mode,
+                    between_edges=batches.kind is not BatchKind.ISOLATED_CLUSTERS,
+                    sampled=sampled(replicas) if sampled and batches.kind is BatchKind.SAMPLED else None,
+                    keep_batches=batches.are_kept,
+                    prefetch_batches=batches.num_prefetched,
+                    **choices,
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reduction:
+    """How a candidate reduces its gradients."""
+
+    bucket_bytes: int
+    overlaps: bool = False
+    compression: GradientCompression = field(default_factory=GradientCompression)
+
+
+def _reductions(
+    graph: GraphSpec, model: ModelSpec, cluster: ClusterSpec, search: SearchSpec, num_ranks: int
+) -> Iterator[_Reduction]:
+    """Yield the ways to reduce gradients, those that begin no sooner or send no other buckets than another left out."""
+    sizes = sorted(search.gradient_bucket_bytes, reverse=True)
+    if num_ranks == 1:
+        yield _Reduction(bucket_bytes=sizes[0])
+        return
+    elements = [math.prod(shape) for _, shape in reversed(parameter_shapes(graph, model))]
+    distinct = {gradient_buckets(elements, size): size for size in reversed(sizes)}
+    on_gpus = cluster.device.kind is DeviceKind.CUDA
+    overlaps = search.overlap_gradients or ((False, True) if on_gpus else (False,))
+    for compression in search.gradient_compressions:
+        if False in overlaps:
+            yield _Reduction(bucket_bytes=sizes[0], compression=compression)
+        if True in overlaps:
+            for counts, size in sorted(distinct.items(), key=lambda pair: -pair[1]):
+                # The only bucket begins where it would behind the backward pass.
+                if len(counts) > 1 or False not in overlaps:
+                    yield _Reduction(bucket_bytes=size, overlaps=True, compression=compression)
+
+
+def _exchanges(graph_parallel_degree: int, search: SearchSpec) -> Iterator[tuple[Exchange, dict[str, Any]]]:
+    """Yield an exchange, and how what travels does; plain choices come first, so that equal predictions go to them."""
+    plain: dict[str, Any] = {"exchange_precision": None}
+    if graph_parallel_degree == 1:
+        yield Exchange.NONE, plain
+        return
+    for exchange in search.exchanges:
+        of_rows = exchange in ROW_EXCHANGES
+        payloads = search.exchange_payloads if of_rows else (ExchangePayload.KEYS_AND_VALUES,)
+        for overlap in search.exchange_overlaps if of_rows else (False,):
+            for payload in payloads:
+                for precision in (None, *search.exchange_precisions):
+                    for chunk_bytes in (None, search.exchange_chunk_bytes) if search.exchange_chunk_bytes else (None,):
+                        yield (
+                            exchange,
+                            {
+                                "overlap_exchange": overlap,
+                                "exchange_payload": payload,
+                                "exchange_precision": precision,
+                                "exchange_chunk_bytes": chunk_bytes,
+                            },
                         )
+
+
+def _shortens(exchange_precision: Dtype | None, precision: Dtype) -> bool:
+    """Return whether what travels may have a number format in a plan of another one."""
+    return exchange_precision is None or exchange_precision.num_bytes < precision.num_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

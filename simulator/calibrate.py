@@ -177,11 +177,12 @@ def _recalibrated_collectives(
 def _measured_collectives(run: MeasuredRun, cluster: ClusterSpec) -> list[tuple[tuple[Task, ...], float]]:
     """Return the tasks of each measured collective and the seconds from its last arrival to its end.
 
-    Those across hosts are left out: samples are of one host, and what the network adds is priced by its link.
+    Those across hosts are left out: samples are of one host, and what the network adds is priced by its link. So are
+    those that went on beside other tasks, which shared the device with them.
     """
     meetings: dict[tuple[int, str, tuple[int, ...]], list[Span]] = defaultdict(list)
     for span in run.trace.spans:
-        if span.kind.is_collective:
+        if span.kind.is_collective and span.stream is not Stream.GRADIENTS:
             meetings[span.step, span.name, span.group].append(span)
     found = []
     for (_, _, group), spans in meetings.items():

@@ -1,10 +1,14 @@
 """Why a plan cannot run here, in sentences."""
 
+from simulator.exchanges import rows_per_message, wire_dtype
+from simulator.gradients import MAX_TOP_K_ELEMENTS, buckets_of, is_factorised
 from simulator.specs.cluster import ClusterSpec, DeviceKind
+from simulator.specs.gradients import CompressionKind
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import ModelSpec
-from simulator.specs.plan import Exchange, Plan, StepMode
+from simulator.specs.plan import ROW_EXCHANGES, Exchange, ExchangePayload, Plan, StepMode
 from simulator.specs.train import TrainSpec
+from simulator.workload import parameter_shapes
 
 
 def violations(plan: Plan, graph: GraphSpec, model: ModelSpec, cluster: ClusterSpec) -> list[str]:
@@ -18,7 +22,9 @@ def violations(plan: Plan, graph: GraphSpec, model: ModelSpec, cluster: ClusterS
         *_sample_violations(plan, model),
         *_loading_violations(plan),
         *_layer_violations(plan, model),
+        *_exchange_violations(plan, model),
         *_step_violations(plan, cluster),
+        *_gradient_violations(plan, graph, model),
     ]
 
 
@@ -125,10 +131,71 @@ def _layer_violations(plan: Plan, model: ModelSpec) -> list[str]:
     for index, exchange in enumerate(plan.exchange):
         if several and exchange is Exchange.NONE:
             found.append(
-                f"exchange[{index}] must not be none when {plan.graph_parallel_degree=}: use halo or all_gather"
+                f"exchange[{index}] must not be none when {plan.graph_parallel_degree=}: use halo, all_gather or "
+                "head_all_to_all"
             )
         if not several and exchange is not Exchange.NONE:
             found.append(f"exchange[{index}] must be none when {plan.graph_parallel_degree=}, got {exchange}")
+    return found
+
+
+def _gradient_violations(plan: Plan, graph: GraphSpec, model: ModelSpec) -> list[str]:
+    found = []
+    compression = plan.gradient_compression
+    if plan.num_ranks == 1 and plan.overlap_gradients:
+        found.append(f"overlap_gradients must be false when {plan.num_ranks=}: a single rank reduces nothing")
+    if plan.num_ranks == 1 and compression.kind is not CompressionKind.NONE:
+        found.append(
+            f"gradient_compression must be none when {plan.num_ranks=}, got {compression}: a single rank sends nothing"
+        )
+    if plan.overlap_gradients and plan.step_mode is not StepMode.EAGER:
+        found.append(
+            f"overlap_gradients must be false when step_mode is {plan.step_mode}: there all weights are cast at once, "
+            "so that all their gradients come at once"
+        )
+    if plan.num_ranks == 1:
+        return found
+    buckets = buckets_of(parameter_shapes(graph, model), plan.gradient_bucket_bytes)
+    largest = max(bucket.num_elements for bucket in buckets)
+    if compression.kind is CompressionKind.TOP_K and largest > MAX_TOP_K_ELEMENTS:
+        found.append(
+            f"gradient_bucket_bytes must give buckets of at most {MAX_TOP_K_ELEMENTS} numbers with top_k, whose "
+            f"indices are int32, got one of {largest}"
+        )
+    shapes = [shape for bucket in buckets for _, shape in bucket.parameters]
+    matrix_rank = compression.matrix_rank
+    if compression.kind is CompressionKind.POWER_SGD and not any(is_factorised(shape, matrix_rank) for shape in shapes):
+        found.append(
+            f"gradient_compression.matrix_rank must make the factors of some parameter smaller than the parameter, got "
+            f"{matrix_rank}: lower it, or send gradients as they are"
+        )
+    return found
+
+
+def _exchange_violations(plan: Plan, model: ModelSpec) -> list[str]:
+    """Say which choices of how rows travel no layer of the plan would follow, or none can."""
+    found = []
+    if not ROW_EXCHANGES.intersection(plan.exchange):
+        where = f"when no layer exchanges by {' or '.join(sorted(ROW_EXCHANGES))}"
+        if plan.overlap_exchange:
+            found.append(f"overlap_exchange must be false {where}: attention by heads needs all rows before it begins")
+        if plan.exchange_payload is not ExchangePayload.KEYS_AND_VALUES:
+            found.append(f"exchange_payload must be keys_and_values {where}, got {plan.exchange_payload}")
+    if plan.exchange_precision is not None and wire_dtype(plan).num_bytes >= plan.precision.num_bytes:
+        found.append(
+            f"exchange_precision must be shorter than {plan.precision=!s} or left out, got {plan.exchange_precision}"
+        )
+    exchanges = sorted({exchange for exchange in plan.exchange if exchange is not Exchange.NONE})
+    if not exchanges:
+        for field in ("exchange_precision", "exchange_chunk_bytes"):
+            if getattr(plan, field) is not None:
+                found.append(f"{field} must be left out when no layer exchanges, got {getattr(plan, field)}")
+    for exchange in exchanges:
+        if rows_per_message(plan, model, exchange) == 0:
+            found.append(
+                f"exchange_chunk_bytes must hold a row for each other rank in {exchange}, got "
+                f"{plan.exchange_chunk_bytes}: raise it or leave it out"
+            )
     return found
 
 

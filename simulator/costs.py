@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from simulator.errors import CalibrationError
 from simulator.specs.calibration import Calibration, ComputeSample
 from simulator.specs.cost import TaskCost
-from simulator.specs.program import Phase, Task, TaskKind
+from simulator.specs.program import UPDATES, Phase, Task, TaskKind
 from simulator.specs.units import Dtype
 
 _Key = tuple[TaskKind, Phase, Dtype]
@@ -49,6 +49,12 @@ def task_flops(kind: TaskKind, phase: Phase, shape: tuple[int, ...]) -> float:
         case TaskKind.ATTENTION:
             _, _, edges, _, _, heads, head_size = shape
             return factor * 4 * edges * heads * head_size
+        case TaskKind.LOW_RANK_PROJECT | TaskKind.LOW_RANK_RESTORE:
+            elements, _, matrix_rank = shape
+            return 2.0 * elements * matrix_rank
+        case TaskKind.LOW_RANK_ORTHOGONALISE:
+            elements, _, matrix_rank = shape
+            return 4.0 * elements * matrix_rank
         case _:
             return 0.0
 
@@ -79,7 +85,14 @@ def task_bytes(kind: TaskKind, phase: Phase, shape: tuple[int, ...], dtype: Dtyp
             # Ids and marks of 8 bytes: of an edge about ten, of a row four, of a node of the whole graph one.
             first, rows, edges, features = shape
             return 8.0 * first + 32.0 * rows + 80.0 * edges + 8.0 * features
-        case TaskKind.CLIP | TaskKind.OPTIMIZER:
+        case TaskKind.MERGE:
+            rows, merged, heads, head_size = shape
+            # Merged rows are read twice and written once, backward the other way round; the others are copied.
+            return size * heads * head_size * (2.0 * rows + 3.0 * merged)
+        case TaskKind.TOP_K_SUM:
+            elements, kept, ranks = shape
+            return 4.0 * elements + 12.0 * kept * ranks
+        case _ if kind in UPDATES:
             return 4.0 * shape[0]
         case _:
             return float(size * math.prod(shape))

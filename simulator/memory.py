@@ -2,12 +2,21 @@
 
 from collections.abc import Sequence
 
+from simulator.exchanges import (
+    head_counts,
+    num_messages,
+    payload_columns,
+    rows_in_message,
+    rows_per_message,
+    wire_dtype,
+)
+from simulator.gradients import PARAMETER_BYTES, buckets_of, kept_bytes, passing_bytes
 from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import EdgeBias, ModelSpec
-from simulator.specs.plan import Exchange, Plan, Recompute
+from simulator.specs.plan import ROW_EXCHANGES, Exchange, ExchangePayload, Plan, Recompute
 from simulator.specs.units import Dimension, format_quantity
-from simulator.workload import PARAMETER_BYTES, RankWork, num_input_columns, num_parameters, rank_work
+from simulator.workload import RankWork, num_input_columns, num_parameters, parameter_shapes, rank_work
 
 INDEX_BYTES = 8  # torch's indices are int64
 SCORE_BYTES = 4  # softmax is fp32
@@ -88,8 +97,11 @@ def _rank_memory(
     again = max((kept[layer] for layer in layers if plan.recompute[layer] is Recompute.LAYER), default=0)
     activations = sum(saved) + _head_bytes(plan, graph, model, work)
     workspace = again + max(_workspace_bytes(plan, model, work, layer, plan.exchange[layer]) for layer in layers)
+    messages = max(_message_bytes(plan, model, work, exchange) for exchange in plan.exchange)
     exchange = Exchange.HALO if plan.num_ranks > 1 else Exchange.NONE
     evaluation = 0 if plan.is_full_graph else _layer_bytes(plan, model, whole, 0, exchange, kind)
+    step = activations + workspace + messages
+    compression = _compression_bytes(plan, graph, model, other_bytes=max(step, evaluation))
     return (
         ("parameters", parameters),
         ("gradients", parameters),
@@ -97,9 +109,23 @@ def _rank_memory(
         ("inputs", _resident_input_bytes(plan, graph, model, work, whole)),
         ("activations", activations),
         ("workspace", workspace),
-        ("evaluation", max(evaluation - activations - workspace, 0)),
+        ("messages", messages),
+        ("evaluation", max(evaluation - step, 0)),
+        *((("gradient compression", compression),) if compression else ()),
         ("context", CONTEXT_BYTES[cluster.device.kind]),
     )
+
+
+def _compression_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec, *, other_bytes: int) -> int:
+    """Return what compressing gradients takes beside the rest.
+
+    Args:
+        other_bytes: of the backward pass or of an evaluation, free again when gradients are reduced behind it.
+    """
+    buckets = buckets_of(parameter_shapes(graph, model), plan.gradient_bucket_bytes) if plan.num_ranks > 1 else ()
+    compression, overlaps = plan.gradient_compression, plan.overlap_gradients
+    passing = passing_bytes(buckets, compression, num_ranks=plan.num_ranks, overlaps=overlaps)
+    return kept_bytes(buckets, compression) + (passing if overlaps else max(passing - other_bytes, 0))
 
 
 def _evaluation_work(plan: Plan, rank: int) -> RankWork:
@@ -144,8 +170,11 @@ def _input_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec, work: RankWork)
     dense = work.num_rows * num_input_columns(graph, model) * _size(plan)
     # CSR and its transpose: an index and a number an entry, twice.
     sparse = 2 * work.num_feature_entries * (INDEX_BYTES + 4)
-    layouts = len(set(plan.exchange))
-    edges = work.num_edges * (EDGE_BYTES * layouts + INDEX_BYTES * (model.edge_bias is not EdgeBias.NONE))
+    edge_bytes = EDGE_BYTES + INDEX_BYTES * (model.edge_bias is not EdgeBias.NONE)
+    exchanges = set(plan.exchange)
+    edges = work.num_edges * edge_bytes * len(exchanges - {Exchange.HEAD_ALL_TO_ALL})
+    if Exchange.HEAD_ALL_TO_ALL in exchanges:
+        edges += work.group.group_edges.num_edges * edge_bytes
     # Where batches are sampled, each layer's edges have rows of their own, by target and by source.
     edges += sum((layer.num_targets + layer.num_sources) * INDEX_BYTES for layer in work.sampled)
     return dense + sparse + edges + 4 * work.num_rows * INDEX_BYTES
@@ -159,13 +188,38 @@ def _layer_bytes(plan: Plan, model: ModelSpec, work: RankWork, layer: int, excha
     rows and a number of each row and head; on GPUs also what rounding took from an output of 16 bits. Where batches are
     sampled, all rows that the layer gets have the first input, norm and queries, and its targets the rest.
     """
-    counts, width, size = work.attention_counts(layer, exchange), model.width, _size(plan)
-    rows, input_rows = counts.num_targets, work.num_input_rows(layer)
+    rows, input_rows = work.num_target_rows(layer), work.num_input_rows(layer)
+    width, size = model.width, _size(plan)
     masks = 2 * rows * width * (model.dropout_ratio > 0)
     dense = (2 * input_rows * width + rows * (3 * width + 2 * model.feed_forward_width)) * size + masks
-    rest = rows * width * size if kind is DeviceKind.CUDA and size < SCORE_BYTES else 0
-    attended = (input_rows + 2 * counts.num_sources) * width * size
-    return dense + attended + rows * model.num_heads * SCORE_BYTES + rest
+    targets, sources, heads = _attended(plan, model, work, layer, exchange)
+    columns = heads * model.head_size
+    rest = targets * columns if kind is DeviceKind.CUDA and size < SCORE_BYTES else 0  # a byte a number
+    queries = targets - rows + input_rows  # where batches are sampled, those of rows that are no targets are kept too
+    found = dense + (queries + 2 * sources) * columns * size + targets * heads * SCORE_BYTES + rest
+    if exchange is Exchange.HEAD_ALL_TO_ALL:
+        found += targets * columns * size  # outputs of the own heads, beside those of the own rows
+    if plan.overlap_exchange and exchange in ROW_EXCHANGES:
+        # Each part of attention keeps its output, and the merge its weights of both.
+        found += (targets - rows) * width * size + rows * width * size + 2 * targets * heads * SCORE_BYTES
+    if plan.exchange_payload is ExchangePayload.ROWS and exchange in ROW_EXCHANGES:
+        found += sources * width * size  # what the keys and values were computed from
+    return found
+
+
+def _attended(plan: Plan, model: ModelSpec, work: RankWork, layer: int, exchange: Exchange) -> tuple[int, int, int]:
+    """Return targets, sources and heads of a layer's attention, of both its parts together where it has two."""
+    group = work.group
+    if exchange is Exchange.HEAD_ALL_TO_ALL:
+        heads = head_counts(model.num_heads, len(group.rows_by_rank))[group.graph_rank]
+        return group.num_group_rows, group.num_group_rows, heads
+    if work.sampled:
+        return work.num_target_rows(layer), work.num_input_rows(layer), model.num_heads
+    sources = work.num_source_rows(exchange)
+    if not plan.overlap_exchange or exchange not in ROW_EXCHANGES:
+        return work.num_rows, sources, model.num_heads
+    own_rows = 0 if exchange is Exchange.HALO else work.num_rows  # a halo's sources hold them already
+    return work.num_rows + group.num_boundary_rows, own_rows + sources, model.num_heads
 
 
 def _workspace_bytes(plan: Plan, model: ModelSpec, work: RankWork, layer: int, exchange: Exchange) -> int:
@@ -173,9 +227,39 @@ def _workspace_bytes(plan: Plan, model: ModelSpec, work: RankWork, layer: int, e
 
     Gradients of queries, keys and values of rows, and two numbers of each row and head.
     """
-    counts = work.attention_counts(layer, exchange)
-    rows = counts.num_targets
-    return (rows + 2 * counts.num_sources) * model.width * _size(plan) + 2 * rows * model.num_heads * SCORE_BYTES
+    targets, sources, heads = _attended(plan, model, work, layer, exchange)
+    return (targets + 2 * sources) * heads * model.head_size * _size(plan) + 2 * targets * heads * SCORE_BYTES
+
+
+def _message_bytes(plan: Plan, model: ModelSpec, work: RankWork, exchange: Exchange) -> int:
+    """Return the buffers of one layer's exchange beside the rows that attention reads.
+
+    They are what is sent, one message at a time or all while they are in flight, and what arrives in another number
+    format or, of heads, in another layout.
+    """
+    group, wire = work.group, wire_dtype(plan).num_bytes
+    each = None if exchange is Exchange.NONE else rows_per_message(plan, model, exchange)
+    has_format = wire != _size(plan)
+    match exchange:
+        case Exchange.NONE:
+            return 0
+        case Exchange.HEAD_ALL_TO_ALL:
+            heads = head_counts(model.num_heads, len(group.rows_by_rank))[group.graph_rank]
+            sent = rows_in_message(work.num_rows, 0, each) * 3 * model.width * wire
+            received = group.num_group_rows * 3 * heads * model.head_size * wire
+            return sent + received * has_format
+        case Exchange.HALO:
+            rows_sent = sum(rows_in_message(rows, 0, each) for rows in group.rows_to)
+            if plan.overlap_exchange:
+                rows_sent = sum(group.rows_to)
+        case Exchange.ALL_GATHER:
+            most_rows = max(group.rows_by_rank)
+            rows_sent = rows_in_message(most_rows, 0, each)
+            if plan.overlap_exchange:
+                rows_sent = num_messages(most_rows, each) * rows_sent
+    columns = payload_columns(plan, model)
+    packed = rows_sent * columns * (wire if not has_format else max(wire, _size(plan)))
+    return packed + group.num_remote_rows(exchange) * columns * wire * has_format
 
 
 def _head_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec, work: RankWork) -> int:

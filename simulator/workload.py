@@ -4,17 +4,17 @@ What is lowered here is what `executor/` runs: same names, shapes and bytes, whi
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
+from simulator.exchange_tasks import AttentionLowering, EdgeCounts, GroupWork, Operation, same
+from simulator.gradients import ReductionSchedule, ReductionTask, reduction_schedule
 from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import NUM_DEGREE_BUCKETS, EdgeBias, ModelSpec
 from simulator.specs.plan import Exchange, Plan, Recompute, SampledBatches, SampledLayer, batch_parts, seed_ranges
 from simulator.specs.program import Phase, Program, Stream, Task, TaskKind, stream_of, task_name
 from simulator.specs.units import Dtype
-
-PARAMETER_BYTES = 4  # parameters, gradients and optimizer state are fp32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +31,7 @@ class RankWork:
         rows_to: rows that it sends to each rank of its graph group in a halo exchange.
         rows_from: rows that it receives from each.
         max_rows: owned nodes of the largest rank of its group.
+        group: the same and more, as exchanges need it.
         sampled: of a batch of sampled neighbourhoods, the counts of each layer; `num_rows` are the first one's sources.
     """
 
@@ -43,6 +44,7 @@ class RankWork:
     rows_to: tuple[int, ...]
     rows_from: tuple[int, ...]
     max_rows: int
+    group: GroupWork = field(default_factory=GroupWork)
     sampled: tuple[SampledLayer, ...] = ()
 
     @property
@@ -54,17 +56,21 @@ class RankWork:
         """Return how many rows a layer gets."""
         return self.sampled[layer].num_sources if self.sampled else self.num_rows
 
-    def attention_counts(self, layer: int, exchange: Exchange) -> SampledLayer:
-        """Return what a layer's attention is over, under an exchange."""
-        if self.sampled:
-            return self.sampled[layer]
-        return SampledLayer(
-            num_sources=self.num_source_rows(exchange),
-            num_targets=self.num_rows,
-            num_edges=self.num_edges,
-            num_edges_of_long_targets=self.num_edges_of_long_targets,
-            num_edges_of_long_sources=self.num_edges_of_long_sources,
+    def num_target_rows(self, layer: int) -> int:
+        """Return how many rows a layer returns."""
+        return self.sampled[layer].num_targets if self.sampled else self.num_rows
+
+    def group_of(self, layer: int) -> GroupWork:
+        """Return what a layer's exchange and attention need."""
+        if not self.sampled:
+            return self.group
+        counts = self.sampled[layer]
+        edges = EdgeCounts(
+            num_edges=counts.num_edges,
+            num_of_long_targets=counts.num_edges_of_long_targets,
+            num_of_long_sources=counts.num_edges_of_long_sources,
         )
+        return GroupWork(rows_by_rank=(counts.num_sources,), edges=edges, num_sampled_targets=counts.num_targets)
 
     def num_source_rows(self, exchange: Exchange) -> int:
         """Return how many rows of keys and values the rank attends to under an exchange."""
@@ -75,6 +81,8 @@ class RankWork:
                 return self.num_rows + sum(self.rows_from)
             case Exchange.ALL_GATHER:
                 return self.max_rows * len(self.rows_to)
+            case Exchange.HEAD_ALL_TO_ALL:
+                return self.group.num_group_rows
 
 
 def rank_work(plan: Plan, *, step: int, seed: int) -> tuple[RankWork, ...]:
@@ -126,7 +134,7 @@ def _work_of_rank(plan: Plan, batch: tuple[int, ...], graph_rank: int) -> RankWo
     parts = plan.partition.parts
     mine = owned_parts(plan, batch, graph_rank)
     others = [owned_parts(plan, batch, other) for other in range(plan.graph_parallel_degree)]
-    pairs = [(part, source) for part in mine for source in (batch if plan.between_edges else (part,))]
+    pairs = _joined(plan, mine, batch)
     return RankWork(
         num_rows=sum(parts[part].num_nodes for part in mine),
         num_edges=sum(parts[part].edges_from[source] for part, source in pairs),
@@ -139,6 +147,59 @@ def _work_of_rank(plan: Plan, batch: tuple[int, ...], graph_rank: int) -> RankWo
         rows_to=tuple(_halo_rows(plan, source=mine, target=other) for other in others),
         rows_from=tuple(_halo_rows(plan, source=other, target=mine) for other in others),
         max_rows=max(sum(parts[part].num_nodes for part in other) for other in others),
+        group=_group_work(plan, batch, graph_rank),
+    )
+
+
+def _group_work(plan: Plan, batch: tuple[int, ...], graph_rank: int) -> GroupWork:
+    """Return what a rank's exchanges move and what its attention then looks at."""
+    parts = plan.partition.parts
+    owned = [owned_parts(plan, batch, rank) for rank in range(plan.graph_parallel_degree)]
+    mine = owned[graph_rank]
+    pairs = _joined(plan, mine, batch)
+    outside = [(part, source) for part, source in pairs if source not in mine]
+    outer_targets = sum(parts[part].edges_of_long_targets_from[source] for part, source in outside)
+    inside = [(part, source) for part, source in pairs if source in mine]
+    boundary_rows = sum(
+        min(
+            parts[part].num_boundary_nodes,
+            sum(parts[part].boundary_nodes_from[source] for target, source in outside if target == part),
+        )
+        for part in mine
+    )
+    everything = _joined(plan, batch, batch)
+    group_edges = _edge_counts(plan, everything, sum(_edges_of_long_targets(plan, batch, own) for own in owned))
+    if plan.is_full_graph:
+        outer_targets = sum(parts[part].outer_edges_of_long_targets for part in mine)
+        boundary_rows = sum(parts[part].num_boundary_nodes for part in mine)
+        of_long_sources = sum(part.edges_out_of_long_sources for part in parts)
+        group_edges = replace(group_edges, num_of_long_sources=of_long_sources)
+    return GroupWork(
+        graph_rank=graph_rank,
+        rows_by_rank=tuple(sum(parts[part].num_nodes for part in own) for own in owned),
+        rows_to=tuple(_halo_rows(plan, source=mine, target=other) for other in owned),
+        rows_from=tuple(_halo_rows(plan, source=other, target=mine) for other in owned),
+        max_pair_rows=max(_halo_rows(plan, source=source, target=target) for source in owned for target in owned),
+        num_boundary_rows=boundary_rows,
+        edges=_edge_counts(plan, inside + outside, _edges_of_long_targets(plan, batch, mine)),
+        inner_edges=_edge_counts(plan, inside, sum(parts[part].inner_edges_of_long_targets for part in mine)),
+        outer_edges=_edge_counts(plan, outside, outer_targets),
+        group_edges=group_edges,
+    )
+
+
+def _joined(plan: Plan, targets: Sequence[int], batch: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the pairs of a target's and a source's part between which a batch keeps the edges."""
+    return [(part, source) for part in targets for source in (batch if plan.between_edges else (part,))]
+
+
+def _edge_counts(plan: Plan, pairs: Sequence[tuple[int, int]], num_of_long_targets: int) -> EdgeCounts:
+    """Return the edges of pairs of a target's and a source's part; long sources are so in a target's part alone."""
+    parts = plan.partition.parts
+    return EdgeCounts(
+        num_edges=sum(parts[target].edges_from[source] for target, source in pairs),
+        num_of_long_targets=num_of_long_targets,
+        num_of_long_sources=sum(parts[target].edges_of_long_sources_from[source] for target, source in pairs),
     )
 
 
@@ -215,25 +276,18 @@ def num_parameters(graph: GraphSpec, model: ModelSpec) -> int:
     return sum(math.prod(shape) for _, shape in parameter_shapes(graph, model))
 
 
-def gradient_buckets(sizes: Sequence[int], bucket_bytes: int) -> tuple[int, ...]:
-    """Return how many of the parameters each gradient bucket takes, in the order given.
-
-    A bucket is closed when the next parameter would take it past `bucket_bytes`.
-
-    Args:
-        sizes: elements of each parameter, in the order in which the buckets are filled.
-        bucket_bytes: about how large a bucket may grow; a larger parameter has a bucket of its own.
-    """
-    counts: list[int] = []
-    filled = 0
-    for size in sizes:
-        if counts and filled + size * PARAMETER_BYTES <= bucket_bytes:
-            counts[-1] += 1
-            filled += size * PARAMETER_BYTES
-        else:
-            counts.append(1)
-            filled = size * PARAMETER_BYTES
-    return tuple(counts)
+def gradient_reductions(
+    plan: Plan, graph: GraphSpec, model: ModelSpec, operations: Collection[str]
+) -> ReductionSchedule:
+    """Return in which order a step with these operations issues the reductions of its gradients."""
+    return reduction_schedule(
+        parameter_shapes(graph, model),
+        operations,
+        bucket_bytes=plan.gradient_bucket_bytes,
+        compression=plan.gradient_compression,
+        overlaps=plan.overlap_gradients,
+        num_ranks=plan.num_ranks,
+    )
 
 
 def lower(
@@ -278,18 +332,10 @@ def batch_task_shape(plan: Plan, graph: GraphSpec, model: ModelSpec, work: RankW
     """Return the shape of the task that makes a rank's batch."""
     num_features = work.num_rows * num_input_columns(graph, model) + work.num_feature_entries
     first = graph.num_nodes if plan.sampled is None else work.num_output_rows
-    return first, work.num_rows, work.num_edges, num_features
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Operation:
-    """A forward task and what its backward pass is."""
-
-    name: str
-    kind: TaskKind
-    shape: tuple[int, ...]
-    backward_kind: TaskKind
-    backward_shape: tuple[int, ...]
+    exchanges = set(plan.exchange)
+    num_edges = work.num_edges * bool(exchanges - {Exchange.HEAD_ALL_TO_ALL})
+    num_edges += work.group.group_edges.num_edges * (Exchange.HEAD_ALL_TO_ALL in exchanges)
+    return first, work.num_rows, num_edges, num_features
 
 
 @dataclass(slots=True, kw_only=True)
@@ -305,13 +351,21 @@ class _RankLowering:
     rank: int
     blocks_host: bool
     tasks: list[Task] = field(default_factory=list)
+    _reductions: ReductionSchedule = field(init=False)
+    _previous: int | None = None  # the latest task that is no reduction beside the others
+    _beside: dict[str, int] = field(default_factory=dict)  # those reductions, by name
+    _in_flight: list[int] = field(default_factory=list)  # collectives that no later task has waited for yet
 
     def tasks_of_step(self) -> tuple[Task, ...]:
         """Return batch, forward, backward and update of this rank."""
         self._add_batch()
         layers = [self._layer(index) for index in range(self.model.num_layers)]
-        for operation in [*self._input(), *(operation for layer in layers for operation in layer), *self._head()]:
+        operations = [*self._input(), *(operation for layer in layers for operation in layer), *self._head()]
+        names = [operation.name for operation in operations if operation.backward_kind is not None]
+        self._reductions = gradient_reductions(self.plan, self.graph, self.model, names)
+        for operation in operations:
             self._add_forward(operation, Phase.FORWARD)
+        self._add_reductions(self._reductions.before_backward())
         for operation in reversed(self._head()):
             self._add_backward(operation)
         for index in reversed(range(self.model.num_layers)):
@@ -344,135 +398,130 @@ class _RankLowering:
             stream=stream_of(kind),
             blocks_host=plan.prefetch_batches == 0,
         )
-        self.tasks.append(task)
+        self.tasks.append(task)  # no task waits for it: the host does, or it is of a later step
 
-    def _input(self) -> list[_Operation]:
+    def _input(self) -> list[Operation]:
         rows, width = self.work.num_rows, self.model.width
         found = []
         if columns := num_input_columns(self.graph, self.model):
-            found.append(_same("input.linear", TaskKind.INPUT_LINEAR, (rows, columns, width)))
+            found.append(same("input.linear", TaskKind.INPUT_LINEAR, (rows, columns, width)))
         if self.graph.has_sparse_features:
             shape = (rows, self.work.num_feature_entries, self.graph.num_features, width)
-            found.append(_same("input.features", TaskKind.SPARSE_LINEAR, shape))
+            found.append(same("input.features", TaskKind.SPARSE_LINEAR, shape))
             if num_input_columns(self.graph, self.model):
-                found.append(_same("input.sum", TaskKind.RESIDUAL, (rows, width)))
+                found.append(same("input.sum", TaskKind.RESIDUAL, (rows, width)))
         return [*found, *self._dropout("input.dropout", rows)]
 
-    def _layer(self, index: int) -> list[_Operation]:
+    def _layer(self, index: int) -> list[Operation]:
         work, model, layer = self.work, self.model, f"layer{index}"
-        input_rows, width = work.num_input_rows(index), model.width
-        exchange = self.plan.exchange[index]
-        counts = work.attention_counts(index, exchange)
-        rows = counts.num_targets
-        attention_shape = (
-            rows,
-            counts.num_sources,
-            counts.num_edges,
-            counts.num_edges_of_long_targets,
-            counts.num_edges_of_long_sources,
-            model.num_heads,
-            model.head_size,
+        input_rows, rows, width = work.num_input_rows(index), work.num_target_rows(index), model.width
+        attention = AttentionLowering(
+            plan=self.plan, model=model, work=work.group_of(index), layer=layer, exchange=self.plan.exchange[index]
         )
-        bias = []
-        if model.edge_bias is EdgeBias.DEGREE:
-            bias = [_same(f"{layer}.edge_bias", TaskKind.EDGE_BIAS, (counts.num_edges, model.num_heads))]
         return [
-            _same(f"{layer}.attention_norm", TaskKind.LAYER_NORM, (input_rows, width)),
-            _same(f"{layer}.query_key_value", TaskKind.PROJECTION, (input_rows, width, 3 * width)),
-            *[_same(f"{layer}.targets", TaskKind.TARGET_ROWS, (input_rows, rows, width))] * bool(work.sampled),
-            *self._exchange(layer, exchange),
-            *bias,
-            _same(f"{layer}.attention", TaskKind.ATTENTION, attention_shape),
-            _same(f"{layer}.attention_output", TaskKind.LINEAR, (rows, width, width)),
+            same(f"{layer}.attention_norm", TaskKind.LAYER_NORM, (input_rows, width)),
+            *attention.operations(),
+            same(f"{layer}.attention_output", TaskKind.LINEAR, (rows, width, width)),
             *self._dropout(f"{layer}.attention_dropout", rows),
-            _same(f"{layer}.attention_residual", TaskKind.RESIDUAL, (rows, width)),
-            _same(f"{layer}.feed_forward_norm", TaskKind.LAYER_NORM, (rows, width)),
-            _same(f"{layer}.feed_forward_up", TaskKind.LINEAR, (rows, width, model.feed_forward_width)),
-            _same(f"{layer}.feed_forward_activation", TaskKind.GELU, (rows, model.feed_forward_width)),
-            _same(f"{layer}.feed_forward_down", TaskKind.LINEAR, (rows, model.feed_forward_width, width)),
+            same(f"{layer}.attention_residual", TaskKind.RESIDUAL, (rows, width)),
+            same(f"{layer}.feed_forward_norm", TaskKind.LAYER_NORM, (rows, width)),
+            same(f"{layer}.feed_forward_up", TaskKind.LINEAR, (rows, width, model.feed_forward_width)),
+            same(f"{layer}.feed_forward_activation", TaskKind.GELU, (rows, model.feed_forward_width)),
+            same(f"{layer}.feed_forward_down", TaskKind.LINEAR, (rows, model.feed_forward_width, width)),
             *self._dropout(f"{layer}.feed_forward_dropout", rows),
-            _same(f"{layer}.feed_forward_residual", TaskKind.RESIDUAL, (rows, width)),
+            same(f"{layer}.feed_forward_residual", TaskKind.RESIDUAL, (rows, width)),
         ]
 
-    def _head(self) -> list[_Operation]:
+    def _head(self) -> list[Operation]:
         rows, classes = self.work.num_output_rows, self.graph.num_classes
         return [
-            _same("head.norm", TaskKind.LAYER_NORM, (rows, self.model.width)),
-            _same("head.linear", TaskKind.LINEAR, (rows, self.model.width, classes)),
-            _same("loss", TaskKind.LOSS, (rows, self.work.num_train_rows, classes)),
+            same("head.norm", TaskKind.LAYER_NORM, (rows, self.model.width)),
+            same("head.linear", TaskKind.LINEAR, (rows, self.model.width, classes)),
+            same("loss", TaskKind.LOSS, (rows, self.work.num_train_rows, classes)),
         ]
 
-    def _dropout(self, name: str, rows: int) -> list[_Operation]:
+    def _dropout(self, name: str, rows: int) -> list[Operation]:
         if self.model.dropout_ratio == 0:
             return []
-        return [_same(name, TaskKind.DROPOUT, (rows, self.model.width))]
-
-    def _exchange(self, layer: str, exchange: Exchange) -> list[_Operation]:
-        columns = 2 * self.model.width  # keys and values travel as one row
-        row_bytes = columns * self.plan.precision.num_bytes
-        work = self.work
-        match exchange:
-            case Exchange.NONE:
-                return []
-            case Exchange.HALO:
-                pack_shape = (work.num_rows, sum(work.rows_to), columns)
-                return [
-                    _same(f"{layer}.pack", TaskKind.HALO_PACK, pack_shape),
-                    _Operation(
-                        name=f"{layer}.exchange",
-                        kind=TaskKind.ALL_TO_ALL,
-                        shape=tuple(rows * row_bytes for rows in work.rows_to),
-                        backward_kind=TaskKind.ALL_TO_ALL,
-                        backward_shape=tuple(rows * row_bytes for rows in work.rows_from),
-                    ),
-                ]
-            case Exchange.ALL_GATHER:
-                gathered_bytes = work.max_rows * row_bytes
-                return [
-                    _same(f"{layer}.pack", TaskKind.PAD_ROWS, (work.num_rows, work.max_rows, columns)),
-                    _Operation(
-                        name=f"{layer}.exchange",
-                        kind=TaskKind.ALL_GATHER,
-                        shape=(gathered_bytes,),
-                        backward_kind=TaskKind.REDUCE_SCATTER,
-                        backward_shape=(gathered_bytes * self.plan.graph_parallel_degree,),
-                    ),
-                ]
+        return [same(name, TaskKind.DROPOUT, (rows, self.model.width))]
 
     def _add_update(self) -> None:
         shapes = [shape for _, shape in parameter_shapes(self.graph, self.model)]
-        sizes = [math.prod(shape) for shape in reversed(shapes)]
-        if self.plan.num_ranks > 1:
-            first = 0
-            counts = gradient_buckets(sizes, self.plan.gradient_bucket_bytes)
-            for index, count in enumerate(counts):
-                # The last bucket carries the loss too.
-                elements = sum(sizes[first : first + count]) + (index == len(counts) - 1)
-                shape = (elements * PARAMETER_BYTES,)
-                self._add(f"gradients.bucket{index}", TaskKind.ALL_REDUCE, Phase.UPDATE, shape, Dtype.FLOAT32)
-                first += count
+        sizes = [math.prod(shape) for shape in shapes]
+        self._add_reductions(self._reductions.rest())
         update_shape = (sum(sizes), len(sizes))
-        self._add("clip", TaskKind.CLIP, Phase.UPDATE, update_shape, Dtype.FLOAT32)
+        # What goes on beside the others ends in order, so its last task stands for all.
+        last = next(reversed(self._beside), "")
+        self._add("clip", TaskKind.CLIP, Phase.UPDATE, update_shape, Dtype.FLOAT32, result_of=last)
         self._add("optimizer", TaskKind.OPTIMIZER, Phase.UPDATE, update_shape, Dtype.FLOAT32)
 
-    def _add_forward(self, operation: _Operation, phase: Phase) -> None:
-        self._add(operation.name, operation.kind, phase, operation.shape, self.plan.precision)
+    def _add_forward(self, operation: Operation, phase: Phase) -> None:
+        if operation.kind is not None:
+            self._add(
+                operation.name,
+                operation.kind,
+                phase,
+                operation.shape,
+                operation.dtype or self.plan.precision,
+                is_in_flight=operation.is_in_flight,
+                joins=operation.joins,
+            )
 
-    def _add_backward(self, operation: _Operation) -> None:
-        self._add(
-            operation.name, operation.backward_kind, Phase.BACKWARD, operation.backward_shape, self.plan.precision
-        )
+    def _add_backward(self, operation: Operation) -> None:
+        if operation.backward_kind is not None:
+            self._add(
+                operation.name,
+                operation.backward_kind,
+                Phase.BACKWARD,
+                operation.backward_shape,
+                operation.dtype or self.plan.precision,
+                is_in_flight=operation.backward_is_in_flight,
+                joins=operation.backward_joins,
+            )
+        self._add_reductions(self._reductions.after_backward_of(operation.name))
 
-    def _add(self, base: str, kind: TaskKind, phase: Phase, shape: tuple[int, ...], dtype: Dtype) -> None:
+    def _add_reductions(self, reductions: Sequence[ReductionTask]) -> None:
+        for task in reductions:
+            self._add(task.name, task.kind, Phase.UPDATE, task.shape, task.dtype, result_of=task.waits_for)
+
+    def _add(
+        self,
+        base: str,
+        kind: TaskKind,
+        phase: Phase,
+        shape: tuple[int, ...],
+        dtype: Dtype,
+        *,
+        result_of: str = "",
+        is_in_flight: bool = False,
+        joins: bool = False,
+    ) -> None:
+        """Add a task behind the one before it, which none waits for that goes on beside the others.
+
+        Args:
+            result_of: name of a reduction beside the others that the task waits for.
+            is_in_flight, joins: as of an `Operation`.
+        """
         stream = stream_of(kind)
-        previous = len(self.tasks) - 1
-        # A batch is waited for by the host, or is of a later step.
-        crosses = previous >= 0 and self.tasks[previous].stream not in (stream, Stream.LOADER)
+        is_beside = kind.is_collective and phase is Phase.UPDATE and self.plan.overlap_gradients
+        stream = Stream.GRADIENTS if is_beside else stream
+        waits_for = {self._beside[result_of]} if result_of in self._beside else set()
+        previous = self._previous
+        if previous is not None and self.tasks[previous].stream is not stream and previous not in self._in_flight:
+            waits_for.add(previous)
+        if joins:
+            waits_for.update(self._in_flight)
+            self._in_flight.clear()
+        if is_in_flight:
+            self._in_flight.append(len(self.tasks))
+        if is_beside:
+            self._beside[base] = len(self.tasks)
+        else:
+            self._previous = len(self.tasks)
         group: tuple[int, ...] = ()
-        if kind is TaskKind.ALL_REDUCE:
-            group = tuple(range(self.plan.num_ranks))
-        elif kind.is_collective:
-            group = self.plan.graph_group(self.rank)
+        if kind.is_collective:
+            is_of_all = phase is Phase.UPDATE
+            group = tuple(range(self.plan.num_ranks)) if is_of_all else self.plan.graph_group(self.rank)
         beyond_cache_ratio = None
         if kind is TaskKind.ATTENTION:
             beyond_cache_ratio = beyond_cache_ratio_of(self.plan, shape, self.cluster)
@@ -484,14 +533,9 @@ class _RankLowering:
                 shape=shape,
                 dtype=dtype,
                 stream=stream,
-                waits_for=(previous,) if crosses else (),
+                waits_for=tuple(sorted(waits_for)),
                 group=group,
-                blocks_host=self.blocks_host,
+                blocks_host=self.blocks_host and not is_beside and not is_in_flight,
                 beyond_cache_ratio=beyond_cache_ratio,
             )
         )
-
-
-def _same(name: str, kind: TaskKind, shape: tuple[int, ...]) -> _Operation:
-    """Return an operation whose backward pass has the same kind and shape."""
-    return _Operation(name=name, kind=kind, shape=shape, backward_kind=kind, backward_shape=shape)

@@ -18,7 +18,7 @@ from simulator.specs.plan import (
     SampledBatches,
     SampledLayer,
 )
-from simulator.specs.program import BATCH_KINDS, COLLECTIVES, Phase, Task, TaskKind, stream_of
+from simulator.specs.program import BATCH_KINDS, COLLECTIVES, UPDATES, Phase, Task, TaskKind, stream_of
 from simulator.specs.units import GB, GIB, TERA, Dtype
 
 DEVICE_NAME = "made device"
@@ -37,7 +37,7 @@ _SHAPES: dict[TaskKind, tuple[tuple[int, ...], ...]] = {
     TaskKind.SPARSE_LINEAR: tuple((rows, 8 * rows, 500, width) for rows in _ROWS for width in _WIDTHS),
     **{
         kind: tuple((rows, width) for rows in _ROWS for width in _WIDTHS)
-        for kind in (TaskKind.LAYER_NORM, TaskKind.GELU, TaskKind.DROPOUT, TaskKind.RESIDUAL)
+        for kind in (TaskKind.LAYER_NORM, TaskKind.GELU, TaskKind.DROPOUT, TaskKind.RESIDUAL, TaskKind.COPY_ROWS)
     },
     **{
         kind: tuple((rows, rows // 2, 2 * width) for rows in _ROWS for width in _WIDTHS)
@@ -47,9 +47,17 @@ _SHAPES: dict[TaskKind, tuple[tuple[int, ...], ...]] = {
     TaskKind.ATTENTION: tuple(
         (rows, rows, degree * rows, 0, 0, 4, width // 4) for rows in _ROWS for width in _WIDTHS for degree in (8, 24)
     ),
+    TaskKind.MERGE: tuple((rows, rows // 2, 4, width // 4) for rows in _ROWS for width in _WIDTHS),
     TaskKind.LOSS: tuple((rows, rows // 2, 8) for rows in _ROWS),
     TaskKind.CLIP: ((10_000, 20), (1_000_000, 20)),
     TaskKind.OPTIMIZER: ((10_000, 20), (1_000_000, 20)),
+    TaskKind.GRADIENT_CAST: ((10_000,), (1_000_000,)),
+    TaskKind.TOP_K_SELECT: ((10_000, 100), (1_000_000, 10_000)),
+    TaskKind.TOP_K_SUM: ((10_000, 100, 2), (1_000_000, 10_000, 2)),
+    **{
+        kind: tuple((elements, 4, matrix_rank) for elements in (10_000, 1_000_000) for matrix_rank in (1, 4, 16))
+        for kind in (TaskKind.LOW_RANK_PROJECT, TaskKind.LOW_RANK_ORTHOGONALISE, TaskKind.LOW_RANK_RESTORE)
+    },
 }
 _SIZES = (1024, 32 * 1024, 1024 * 1024, 32 * 1024 * 1024)
 
@@ -66,7 +74,12 @@ def made_items(kind: TaskKind, shape: tuple[int, ...]) -> int:
             return shape[1] * shape[2]
         case TaskKind.HALO_PACK | TaskKind.PAD_ROWS | TaskKind.TARGET_ROWS:
             return (shape[0] + shape[1]) * shape[2]
-        case TaskKind.CLIP | TaskKind.OPTIMIZER:
+        case TaskKind.MERGE:
+            rows, merged, heads, head_size = shape
+            return (2 * rows + 3 * merged) * heads * head_size
+        case TaskKind.TOP_K_SUM:
+            return shape[0] + 3 * shape[1] * shape[2]
+        case _ if kind in UPDATES:
             return shape[0]
         case TaskKind.CLUSTER_BATCH | TaskKind.SAMPLED_BATCH:
             first, rows, edges, features = shape
@@ -91,7 +104,7 @@ def phases_of(kind: TaskKind) -> tuple[Phase, ...]:
     """Return the phases in which a kind of compute task is measured."""
     if kind in BATCH_KINDS:
         return (Phase.FORWARD,)
-    return (Phase.UPDATE,) if kind in (TaskKind.CLIP, TaskKind.OPTIMIZER) else (Phase.FORWARD, Phase.BACKWARD)
+    return (Phase.UPDATE,) if kind in UPDATES else (Phase.FORWARD, Phase.BACKWARD)
 
 
 def made_sample(
@@ -253,6 +266,10 @@ def made_part(
     edges_of_long_targets_from: Sequence[int] = (),
     edges_of_long_sources_from: Sequence[int] = (),
     inner_edges_of_long_targets: int = 0,
+    outer_edges_of_long_targets: int = 0,
+    edges_out_of_long_sources: int = 0,
+    boundary_nodes_from: Sequence[int] = (),
+    num_boundary_nodes: int = 0,
 ) -> PartSpec:
     """Return a part, half of whose nodes are trained on; its rows are short unless fields say otherwise."""
     none = (0,) * len(edges_from)
@@ -265,6 +282,10 @@ def made_part(
         edges_of_long_targets_from=tuple(edges_of_long_targets_from) or none,
         edges_of_long_sources_from=tuple(edges_of_long_sources_from) or none,
         inner_edges_of_long_targets=inner_edges_of_long_targets,
+        outer_edges_of_long_targets=outer_edges_of_long_targets,
+        edges_out_of_long_sources=edges_out_of_long_sources,
+        boundary_nodes_from=tuple(boundary_nodes_from) or none,
+        num_boundary_nodes=num_boundary_nodes or max(boundary_nodes_from, default=0),
     )
 
 

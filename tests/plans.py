@@ -10,11 +10,14 @@ from simulator.readers.graphs import Graph
 from simulator.specs.cluster import ClusterSpec
 from simulator.specs.decision import PlanFile, Prediction
 from simulator.specs.files import write_plan
+from simulator.specs.gradients import GradientCompression
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import ModelSpec
-from simulator.specs.plan import Exchange, Plan, Recompute, StepMode
+from simulator.specs.plan import Exchange, ExchangePayload, Plan, Recompute, StepMode
 from simulator.specs.train import TrainSpec
 from simulator.specs.units import MIB, Dtype
+
+AS_THEY_ARE = GradientCompression()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +38,18 @@ class Choices:
     recompute: Recompute | tuple[Recompute, ...] = Recompute.NONE
     precision: Dtype = Dtype.FLOAT32
     gradient_bucket_bytes: int = 25 * MIB
+    overlap_gradients: bool = False
+    gradient_compression: GradientCompression = AS_THEY_ARE
     step_mode: StepMode = StepMode.EAGER
     between_edges: bool = True
     fan_outs: tuple[int, ...] = ()
     seeds_per_batch: int = 0
     keep_batches: bool = False
     prefetch_batches: int = 0
+    overlap_exchange: bool = False
+    exchange_payload: ExchangePayload = ExchangePayload.KEYS_AND_VALUES
+    exchange_precision: Dtype | None = None
+    exchange_chunk_bytes: int | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -70,11 +79,17 @@ def plan_of(choices: Choices, graph: Graph, model: ModelSpec, folder: Path, *, s
         recompute=recompute if isinstance(recompute, tuple) else (recompute,) * model.num_layers,
         precision=choices.precision,
         gradient_bucket_bytes=choices.gradient_bucket_bytes,
+        overlap_gradients=choices.overlap_gradients,
+        gradient_compression=choices.gradient_compression,
         step_mode=choices.step_mode,
         between_edges=choices.between_edges,
         sampled=sampled,
         keep_batches=choices.keep_batches,
         prefetch_batches=choices.prefetch_batches,
+        overlap_exchange=choices.overlap_exchange,
+        exchange_payload=choices.exchange_payload,
+        exchange_precision=choices.exchange_precision,
+        exchange_chunk_bytes=choices.exchange_chunk_bytes,
     )
 
 

@@ -21,11 +21,12 @@ from simulator.readers.generators import materialise
 from simulator.readers.graphs import read_graph
 from simulator.specs.cluster import DeviceKind
 from simulator.specs.files import read_trace
+from simulator.specs.gradients import CompressionKind, GradientCompression
 from simulator.specs.graph import CommunityGraph
 from simulator.specs.model import EdgeBias, ModelSpec
-from simulator.specs.plan import Exchange, Recompute, StepMode
+from simulator.specs.plan import Exchange, ExchangePayload, Recompute, StepMode
 from simulator.specs.train import TrainSpec
-from simulator.specs.units import Dtype
+from simulator.specs.units import KIB, Dtype
 from tests.plans import Choices, plan_file_of, plan_of
 
 MODEL = ModelSpec(
@@ -48,17 +49,62 @@ FULL_GRAPH = {
     "replayed, dense parts compiled": Choices(step_mode=StepMode.CUDA_GRAPH),
     "halo": Choices(graph_parallel_degree=2),
     "all-gather": Choices(graph_parallel_degree=2, exchange=Exchange.ALL_GATHER),
+    "overlapped halo": Choices(graph_parallel_degree=2, overlap_exchange=True),
+    "overlapped halo and all-gather of rows, recomputed": Choices(
+        graph_parallel_degree=2,
+        exchange=(Exchange.HALO, Exchange.ALL_GATHER),
+        recompute=(Recompute.LAYER, Recompute.NONE),
+        overlap_exchange=True,
+        exchange_payload=ExchangePayload.ROWS,
+    ),
+    "heads, chunks": Choices(
+        graph_parallel_degree=2, exchange=Exchange.HEAD_ALL_TO_ALL, exchange_chunk_bytes=256 * KIB
+    ),
     "both exchanges, recomputed, buckets": Choices(
         graph_parallel_degree=2,
         exchange=(Exchange.HALO, Exchange.ALL_GATHER),
         recompute=(Recompute.LAYER, Recompute.NONE),
         gradient_bucket_bytes=64 * 1024,
     ),
+    "buckets beside the backward pass": Choices(
+        graph_parallel_degree=2,
+        recompute=(Recompute.LAYER, Recompute.NONE),
+        gradient_bucket_bytes=64 * 1024,
+        overlap_gradients=True,
+    ),
+    "all entries of gradients beside the backward pass": Choices(
+        graph_parallel_degree=2,
+        gradient_bucket_bytes=64 * 1024,
+        overlap_gradients=True,
+        gradient_compression=GradientCompression(kind=CompressionKind.TOP_K, kept_ratio=1.0),
+    ),
 }
 OTHERS = {
     "full graph, bf16": Choices(precision=Dtype.BFLOAT16),
     "replayed, bf16": Choices(step_mode=StepMode.CUDA_GRAPH, precision=Dtype.BFLOAT16),
+    "overlapped halo in bf16, chunks": Choices(
+        graph_parallel_degree=2,
+        overlap_exchange=True,
+        exchange_precision=Dtype.BFLOAT16,
+        exchange_chunk_bytes=64 * KIB,
+    ),
+    "overlapped halo, bf16": Choices(graph_parallel_degree=2, overlap_exchange=True, precision=Dtype.BFLOAT16),
+    "heads, bf16": Choices(graph_parallel_degree=2, exchange=Exchange.HEAD_ALL_TO_ALL, precision=Dtype.BFLOAT16),
     "halo, bf16": Choices(graph_parallel_degree=2, precision=Dtype.BFLOAT16),
+    **{
+        f"gradients by {how}{', beside' * overlap}": Choices(
+            graph_parallel_degree=2,
+            gradient_bucket_bytes=64 * 1024,
+            overlap_gradients=overlap,
+            gradient_compression=how,
+        )
+        for how in (
+            GradientCompression(kind=CompressionKind.BF16),
+            GradientCompression(kind=CompressionKind.TOP_K, kept_ratio=0.1),
+            GradientCompression(kind=CompressionKind.POWER_SGD, matrix_rank=2),
+        )
+        for overlap in (False, True)
+    },
     "clusters": Choices(num_parts=4),
     "clusters, kept": Choices(num_parts=4, keep_batches=True),
     "clusters, made ahead": Choices(num_parts=4, prefetch_batches=2),

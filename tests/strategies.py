@@ -10,6 +10,7 @@ from simulator.specs.calibration import Calibration, CollectiveSample, ComputeSa
 from simulator.specs.cluster import ClusterSpec, DeviceKind, DeviceSpec, LinkSpec
 from simulator.specs.decision import PlanFile, Prediction, RankedPlan
 from simulator.specs.fanout import FAN_OUT_KINDS, FanoutComparison, FanoutRow, FanoutSpec
+from simulator.specs.gradients import CompressionKind, GradientCompression
 from simulator.specs.graph import (
     DEGREE_QUANTILES,
     CommunityGraph,
@@ -22,6 +23,7 @@ from simulator.specs.model import EdgeBias, ModelSpec
 from simulator.specs.order import NodeOrder, OrderSpec, RankedOrder
 from simulator.specs.plan import (
     Exchange,
+    ExchangePayload,
     PartitionMethod,
     PartitionSpec,
     PartSpec,
@@ -213,6 +215,13 @@ def _choices(
     return st.lists(st.sampled_from(list(choices)), min_size=1, unique=True).map(tuple)
 
 
+compressions = (
+    st.sampled_from([CompressionKind.NONE, CompressionKind.BF16]).map(lambda kind: GradientCompression(kind=kind))
+    | st.builds(GradientCompression, kind=st.just(CompressionKind.TOP_K), kept_ratio=st.floats(0.001, 1))
+    | st.builds(GradientCompression, kind=st.just(CompressionKind.POWER_SGD), matrix_rank=st.integers(1, 4))
+)
+
+
 @st.composite
 def searches_for(draw: st.DrawFn, num_layers: int = 2) -> SearchSpec:
     """Draw bounds of a search; fan-outs, one a layer, and seeds go with sampled batches alone."""
@@ -226,6 +235,9 @@ def searches_for(draw: st.DrawFn, num_layers: int = 2) -> SearchSpec:
         exchanges=draw(_choices([exchange for exchange in Exchange if exchange != Exchange.NONE])),
         recomputes=draw(_choices(Recompute)),
         precisions=draw(_choices(Dtype)),
+        gradient_bucket_bytes=draw(st.lists(st.integers(4, 2**30), min_size=1, max_size=3, unique=True).map(tuple)),
+        overlap_gradients=draw(st.lists(st.booleans(), unique=True).map(tuple)),
+        gradient_compressions=draw(st.lists(compressions, min_size=1, max_size=3).map(tuple)),
         parts_per_replica=draw(st.integers(parts_per_batch, 8)),
         parts_per_batch=parts_per_batch,
         fan_outs=draw(st.tuples(*[_fan_outs] * num_layers)) if is_sampled else (),
@@ -300,6 +312,8 @@ def parts(draw: st.DrawFn, num_parts: int, index: int, min_nodes: int = 0) -> Pa
     edges_from = draw(st.tuples(*[st.integers(0, 5000)] * num_parts))
     halo_rows_from = [0 if part == index else draw(st.integers(0, edges)) for part, edges in enumerate(edges_from)]
     of_long_targets_from = draw(st.tuples(*[st.integers(0, edges) for edges in edges_from]))
+    outer = [0 if part == index else edges for part, edges in enumerate(edges_from)]
+    boundary_from = tuple(draw(st.integers(0, min(num_nodes, edges))) for edges in outer)
     return PartSpec(
         num_nodes=num_nodes,
         num_train_nodes=draw(st.integers(0, num_nodes)),
@@ -311,6 +325,10 @@ def parts(draw: st.DrawFn, num_parts: int, index: int, min_nodes: int = 0) -> Pa
         inner_edges_of_long_targets=draw(st.integers(0, edges_from[index]))
         if num_parts > 1
         else of_long_targets_from[0],
+        outer_edges_of_long_targets=draw(st.integers(0, sum(outer))),
+        edges_out_of_long_sources=draw(st.integers(0, 10**5)),
+        num_boundary_nodes=draw(st.integers(max(boundary_from), min(num_nodes, sum(boundary_from)))),
+        boundary_nodes_from=boundary_from,
     )
 
 
@@ -366,11 +384,17 @@ def plans_for(draw: st.DrawFn, num_layers: int | None = None) -> Plan:
         recompute=draw(st.tuples(*[st.sampled_from(Recompute)] * num_layers)),
         precision=draw(st.sampled_from(Dtype)),
         gradient_bucket_bytes=draw(st.integers(4, 2**30)),
+        overlap_gradients=draw(st.booleans()),
+        gradient_compression=draw(compressions),
         order=draw(orders),
         step_mode=draw(st.sampled_from(StepMode)),
         beyond_cache_ratio=draw(cache_ratios),
         keep_batches=is_kept,
         prefetch_batches=draw(st.integers(0, 2)) if num_batches > 1 and not is_kept else 0,
+        overlap_exchange=draw(st.booleans()),
+        exchange_payload=draw(st.sampled_from(ExchangePayload)),
+        exchange_precision=draw(st.none() | st.sampled_from(Dtype)),
+        exchange_chunk_bytes=draw(st.none() | st.integers(2**40, 2**41)),
     )
 
 

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from executor.attention import kernels
-from executor.attention.graph import MAX_INT32, EdgeGraph
+from executor.attention import gpu_windows, kernels
+from executor.attention.graph import MAX_INT32, EdgeGraph, Transpose
 from executor.attention.launch import launch, specialisation
+from executor.attention.windows import Windows
 from executor.attention.work import WorkList
 from executor.keyed import threshold
 
@@ -90,13 +91,16 @@ def forward(
     *,
     keep_rest: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output, [N, H, K], the log-sum-exp, fp32 [N, H], and what rounding took from the output or nothing."""
+    """Return the output, [N, H, K], the log-sum-exp, fp32 [N, H], and what rounding took from the output or nothing.
+
+    The last is int8, as `kernels.rounded_away` gives it.
+    """
     q, k, v = (_rows(x) for x in (q, k, v))
     num_targets, num_heads, head_size = q.shape
-    work = graph.work
+    windows, work = _windows_and_work(graph, gpu_windows.can_run(q, k, (bias, features, key), scale * LOG2E))
     has_rest = keep_rest and q.dtype != torch.float32
     out = _empty(q, q.dtype, num_targets, num_heads, head_size)
-    rest = _empty(q, q.dtype, *(out.shape if has_rest else (0,)))
+    rest = _empty(q, torch.int8, *(out.shape if has_rest else (0,)))
     lse = _empty(q, torch.float32, num_targets, num_heads)
     partial_out = _empty(q, torch.float32, work.num_partials, num_heads, head_size)
     partial_stat = _empty(q, torch.float32, work.num_partials, num_heads, 2)
@@ -104,6 +108,8 @@ def forward(
     extras = _Extras(bias, features, key, graph, (q, k, v))
     flags = extras.flags | {"HAS_REST": has_rest}
     call = (*extras.specialisation, has_rest)
+    if windows is not None:
+        gpu_windows.forward(q, k, v, out, rest, lse, windows, scale * LOG2E)
     _launch(
         kernels.forward_kernel,
         (q, k, v, *extras.tensors, out, rest, lse, partial_out, partial_stat, graph.source_E, extras.edge_id),
@@ -158,6 +164,7 @@ def backward(
     extras = _Extras(bias, features, key, graph, (q, k, v, grad_out))
     strides = (k.shape[1], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *grad_out.stride()[:2])
     numbers = (scale * LOG2E, scale, 1 / (1 - dropout), threshold(dropout))
+    has_windows = gpu_windows.can_run(q, k, (bias, features, key), scale * LOG2E)
     grad_bias = torch.empty_like(bias) if bias_gradient and bias is not None else _empty(q, q.dtype, 0)
     grad_features = torch.empty_like(features) if features_gradient and features is not None else _empty(q, q.dtype, 0)
     grad_q, stats = _over_targets(
@@ -171,8 +178,10 @@ def backward(
         blocks,
         extras,
         {"BIAS_GRADIENT": bias_gradient, "FEATURES_GRADIENT": features_gradient},
+        has_windows=has_windows,
     )
-    grad_k, grad_v = _over_sources((q, k, v, *extras.tensors, grad_out, stats), graph, strides, numbers, blocks, extras)
+    inputs = (q, k, v, *extras.tensors, grad_out, stats)
+    grad_k, grad_v = _over_sources(inputs, graph, strides, numbers, blocks, extras, has_windows=has_windows)
     return grad_q, grad_k, grad_v, grad_bias, grad_features
 
 
@@ -187,15 +196,22 @@ def _over_targets(
     blocks: Blocks,
     extras: "_Extras",
     flags: dict[str, bool],
+    *,
+    has_windows: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of the queries, and log-sum-exp (of base 2) and delta of each row, [N, H, 2]."""
-    q, rest, work = inputs[0], inputs[-1], graph.work
+    q, k, v, *_, grad_out, out, rest = inputs
+    windows, work = _windows_and_work(graph, has_windows)
     grad_q = _empty(q, q.dtype, *q.shape)
     stats = _empty(q, torch.float32, *q.shape[:2], 2)
     sums = _empty(q, torch.float32, work.num_partials, *q.shape[1:])
     of_lse = (lse if grad_lse is None else grad_lse.contiguous(), lse)
     flags = extras.flags | flags | {"HAS_GRAD_LSE": grad_lse is not None, "HAS_REST": rest.numel() > 0}
     call = (*extras.specialisation, *specialisation(grad_lse), *flags.values())
+    if windows is not None:
+        gpu_windows.backward_targets(
+            q, k, v, grad_out, out, rest, grad_lse, lse, stats, grad_q, windows, (numbers[0], numbers[1])
+        )
     _launch(
         kernels.backward_targets_kernel,
         (*inputs, *of_lse, stats, grad_q, *edge_gradients, sums, graph.source_E, extras.edge_id),
@@ -217,24 +233,30 @@ def _over_sources(
     numbers: tuple[float, ...],
     blocks: Blocks,
     extras: "_Extras",
+    *,
+    has_windows: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of keys and values."""
-    k, stats, transpose = inputs[1], inputs[-1], graph.transpose
+    q, k, v, *_, grad_out, stats = inputs
+    transpose = graph.transpose
+    windows, work = _windows_and_work(transpose, has_windows)
     grad_k, grad_v = _empty(k, k.dtype, *k.shape), _empty(k, k.dtype, *k.shape)
-    sums = _empty(k, torch.float32, transpose.work.num_partials, 2, *k.shape[1:])
+    sums = _empty(k, torch.float32, work.num_partials, 2, *k.shape[1:])
     words = stats.view(torch.int64)  # of each row and head: log-sum-exp and delta
+    if windows is not None:
+        gpu_windows.backward_sources(q, k, v, grad_out, words, grad_k, grad_v, windows, (numbers[0], numbers[1]))
     edges = (transpose.target_E, transpose.position_E, extras.edge_id)
     _launch(
         kernels.backward_sources_kernel,
         (*inputs[:-1], words, grad_k, grad_v, sums, *edges),
-        transpose.work,
+        work,
         strides,
         numbers,
         blocks,
         extras.flags,
         extras.specialisation,
     )
-    _merge_sums(sums, grad_k, grad_v, transpose.work, numbers[1], extras.specialisation)
+    _merge_sums(sums, grad_k, grad_v, work, numbers[1], extras.specialisation)
     return grad_k, grad_v
 
 
@@ -249,6 +271,8 @@ def _launch(
     call: Hashable,
 ) -> None:
     """Run a kernel over the long pieces and over the short rows."""
+    if work.num_items == 0:
+        return
     lanes = blocks.lanes(TILE_NUMBERS)
     constants = {
         "T": lanes,
@@ -270,6 +294,12 @@ def _launch(
         constants | flags,
         num_warps=max(1, min(8, lanes * blocks.block_h * blocks.block_d // NUMBERS_PER_WARP)),
     )
+
+
+def _windows_and_work(edges: EdgeGraph | Transpose, has_windows: bool) -> tuple[Windows | None, WorkList]:
+    """Return the windows that an attention takes, if any, and the pieces of all other rows."""
+    windows = edges.windows if has_windows else None
+    return windows, edges.work if windows is None else windows.rest
 
 
 def _merge_sums(

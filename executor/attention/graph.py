@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from executor.attention.windows import RULE_OF_SOURCES, RULE_OF_TARGETS, Windows, build_windows
 from executor.attention.work import WorkList, build_work_list, even_work_list
 from simulator.specs.program import MAX_SHORT_EDGES
 
@@ -28,6 +29,7 @@ class EdgeGraph:
         row_degree: edges of every target where all have as many; then the host counts nothing.
         same_rows_as: a graph with the same row pointers, whose work list and targets serve this one too, as neighbours
             that are sampled anew each step have.
+        is_sampled: whether it is used for one step only; then nobody looks for windows.
     """
 
     indptr_N1: Tensor
@@ -36,6 +38,7 @@ class EdgeGraph:
     edge_id_E: Tensor | None = None
     row_degree: int | None = None
     same_rows_as: "EdgeGraph | None" = None
+    is_sampled: bool = False
 
     def __post_init__(self) -> None:
         assert self.indptr_N1.dtype == torch.int64, self.indptr_N1.dtype
@@ -78,6 +81,13 @@ class EdgeGraph:
         return build_work_list(self.indptr_N1)
 
     @cached_property
+    def windows(self) -> Windows | None:
+        """Windows of targets that share sources; None where they would not pay."""
+        if self.is_sampled:
+            return None
+        return build_windows(self.indptr_N1, self.source_E, self.num_sources, rule=RULE_OF_TARGETS)
+
+    @cached_property
     def transpose(self) -> "Transpose":
         """The same edges by source."""
         source_E, position_E = torch.sort(self.source_E, stable=True)
@@ -88,7 +98,13 @@ class EdgeGraph:
         # Made for once and not kept: the kernels need none.
         target_E = self._targets().index_select(0, position_E)
         index_dtype = torch.int32 if self.num_edges <= MAX_INT32 else torch.int64
-        return Transpose(indptr_M1=indptr_M1, target_E=target_E, position_E=position_E.to(index_dtype))
+        return Transpose(
+            indptr_M1=indptr_M1,
+            target_E=target_E,
+            position_E=position_E.to(index_dtype),
+            num_targets=self.num_targets,
+            is_sampled=self.is_sampled,
+        )
 
     @cached_property
     def num_edges_of_long_rows(self) -> tuple[int, int]:
@@ -111,16 +127,26 @@ class Transpose:
         indptr_M1: int64 [num_sources + 1].
         target_E: int32 [num_edges], targets of each source's edges, ascending.
         position_E: position of each of them among the edges by target; int32, or int64 above 2^31 edges.
+        num_targets, is_sampled: of the graph.
     """
 
     indptr_M1: Tensor
     target_E: Tensor
     position_E: Tensor
+    num_targets: int
+    is_sampled: bool = False
 
     @cached_property
     def work(self) -> WorkList:
         """Pieces of rows for programs that gather the targets of each source."""
         return build_work_list(self.indptr_M1)
+
+    @cached_property
+    def windows(self) -> Windows | None:
+        """Windows of sources that share targets; None where they would not pay."""
+        if self.is_sampled:
+            return None
+        return build_windows(self.indptr_M1, self.target_E, self.num_targets, rule=RULE_OF_SOURCES)
 
 
 _HANDLES = itertools.count(1)

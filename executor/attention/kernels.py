@@ -119,12 +119,33 @@ def _per_head(products_TF, T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.c
 
 
 @triton.jit
+def rounded_away(out, rounded):
+    """Return the eight bits of fp32 numbers behind those that they were rounded to, int8.
+
+    Patterns of fp32 are in the order of their numbers, so a difference of patterns is what rounding took.
+    """
+    SHIFT: tl.constexpr = 8 if rounded.dtype == tl.bfloat16 else 5
+    taken = out.to(tl.int32, bitcast=True) - rounded.to(tl.float32).to(tl.int32, bitcast=True)
+    taken = (taken + (1 << (SHIFT - 1))) >> SHIFT
+    return tl.minimum(tl.maximum(taken, -128), 127).to(tl.int8)
+
+
+@triton.jit
+def unrounded(rounded, taken):
+    """Return numbers with what `rounded_away` kept of their rounding, fp32, within 2^-15 of what they were."""
+    SHIFT: tl.constexpr = 8 if rounded.dtype == tl.bfloat16 else 5
+    return (rounded.to(tl.float32).to(tl.int32, bitcast=True) + (taken.to(tl.int32) << SHIFT)).to(
+        tl.float32, bitcast=True
+    )
+
+
+@triton.jit
 def _store_output(out_ptr, rest_ptr, at, out, mask, HAS_REST: tl.constexpr):
     """Write the output, and what its rounding took away."""
     rounded = out.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + at, rounded, mask=mask)
     if HAS_REST:
-        tl.store(rest_ptr + at, out - rounded.to(tl.float32), mask=mask)
+        tl.store(rest_ptr + at, rounded_away(out, rounded), mask=mask)
 
 
 @triton.jit
@@ -383,9 +404,9 @@ def backward_targets_kernel(
     own_grad_TF = gather(grad_out_ptr, row_T, grad_row, head_F * grad_head + column_F, is_F, PADDED, WIDE).to(
         tl.float32
     )
-    own_out_TF = gather(out_ptr, row_T, num_heads * HEAD_SIZE, at_F, is_F, PADDED, WIDE).to(tl.float32)
+    own_out_TF = gather(out_ptr, row_T, num_heads * HEAD_SIZE, at_F, is_F, PADDED, WIDE)
     if HAS_REST:
-        own_out_TF += gather(rest_ptr, row_T, num_heads * HEAD_SIZE, at_F, is_F, PADDED, WIDE).to(tl.float32)
+        own_out_TF = unrounded(own_out_TF, gather(rest_ptr, row_T, num_heads * HEAD_SIZE, at_F, is_F, PADDED, WIDE))
     own_delta_TH = _per_head(own_grad_TF * own_out_TF, T, BLOCK_H, BLOCK_D)
     at_row_TH = row_T.to(tl.int64)[:, None] * num_heads + head_H[None, :]
     mask_row_TH = there_T[:, None] & is_head_H[None, :]

@@ -18,9 +18,10 @@ def launch(
     kernel: Any,
     grid: tuple[int, int, int],
     arguments: tuple[Tensor | int | float, ...],
-    constants: dict[str, int | bool],
+    constants: dict[str, Any],
     *,
     num_warps: int,
+    num_stages: int = 3,
 ) -> None:
     """Start a kernel.
 
@@ -38,7 +39,7 @@ def launch(
         known[0][grid](*arguments, *known[1])
         return
     # The interpreter compiles nothing and returns nothing.
-    found = kernel[grid](*arguments, **constants, num_warps=num_warps)
+    found = kernel[grid](*arguments, **constants, num_warps=num_warps, num_stages=num_stages)
     if found is not None:
         compiled[kernel, key] = found, tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
 

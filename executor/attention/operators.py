@@ -74,7 +74,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     edge_graph = graph_of_handle(graph)
     if q.device.type == "cpu":
-        return *cpu.forward(q, k, v, bias, features, key, edge_graph, scale, dropout), q.new_empty(0)
+        return *cpu.forward(q, k, v, bias, features, key, edge_graph, scale, dropout), q.new_empty(0, dtype=torch.int8)
     results: tuple[Tensor, Tensor, Tensor] = _gpu().forward(
         q, k, v, bias, features, key, edge_graph, scale, dropout, keep_rest=keep_rest
     )
@@ -151,7 +151,7 @@ def _fake_forward(
     keep_rest: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     has_rest = keep_rest and q.device.type != "cpu" and q.dtype != torch.float32
-    rest = q.new_empty(q.shape if has_rest else 0)
+    rest = q.new_empty(q.shape if has_rest else 0, dtype=torch.int8)
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32), rest
 
 

@@ -49,13 +49,18 @@ class WorkList:
 
 
 def build_work_list(
-    indptr_N1: Tensor, *, max_short_edges: int = MAX_SHORT_EDGES, max_piece_edges: int | None = None
+    indptr_N1: Tensor,
+    *,
+    max_short_edges: int = MAX_SHORT_EDGES,
+    max_piece_edges: int | None = None,
+    without_N: Tensor | None = None,
 ) -> WorkList:
     """Return the work list of rows, built on their device.
 
     Args:
         indptr_N1: int64 [rows + 1].
         max_piece_edges: edges of the longest piece; by default so many that the device gets enough pieces.
+        without_N: bool, rows that are left out.
     """
     num_edges = int(indptr_N1[-1])
     if max_piece_edges is None:
@@ -63,7 +68,10 @@ def build_work_list(
     first_N, count_N = indptr_N1[:-1], indptr_N1.diff()
     index_dtype = torch.int32 if num_edges < 2**31 else torch.int64
     is_long_N = count_N > max_short_edges
-    long_L, short_K = is_long_N.nonzero().squeeze(1), (~is_long_N).nonzero().squeeze(1)
+    is_short_N = ~is_long_N
+    if without_N is not None:
+        is_long_N, is_short_N = is_long_N & ~without_N, is_short_N & ~without_N
+    long_L, short_K = is_long_N.nonzero().squeeze(1), is_short_N.nonzero().squeeze(1)
     order_K = torch.sort(count_N[short_K].to(torch.int16), descending=True, stable=True).indices
     short_K = short_K[order_K]
 

@@ -42,6 +42,7 @@ def build_batch_case(kind: TaskKind, shape: tuple[int, ...], dtype: Dtype, devic
                 group=None,
                 num_ranks=1,
                 num_train_rows_of_step=rows,
+                for_one_step=True,
                 dtype=torch_dtype,
                 device=device,
             )

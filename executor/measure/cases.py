@@ -1,5 +1,6 @@
 """Tasks to time: each kind on random inputs, forward and backward, as a step runs it."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -7,19 +8,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from executor import operations
+from executor import compression, operations
 from executor.attention.graph import EdgeGraph
 from executor.compat import making_sparse_csr
-from executor.exchange import ExchangeLayout, exchange_rows
+from executor.compression import Factors
+from executor.exchange import ExchangeLayout, RowExchange, exchange_rows
 from executor.measure.batches import build_batch_case
 from executor.measure.case import TASK_NAME, Case
 from executor.measure.graphs import beyond_cache_ratio_of_edges
 from executor.operations import Operation, SparseFeatures
+from executor.overlap import MERGE
 from executor.record import Recorder
 from executor.train import TORCH_DTYPES, clip_flat_gradient_
 from simulator.costs import task_bytes
 from simulator.specs.plan import Exchange
-from simulator.specs.program import Phase, TaskKind
+from simulator.specs.program import COMPRESSIONS, Phase, TaskKind
 from simulator.specs.units import MIB, Dtype
 
 # Between the writing of an activation and its use in the backward pass, and between two steps, a model of two or three
@@ -70,6 +73,10 @@ def build_case(
             run = _runner(make, operations.DROPOUT, make.rows(*shape), torch.arange(shape[0], device=device), 0.5, 7)
         case TaskKind.RESIDUAL:
             run = _runner(make, operations.RESIDUAL, make.rows(*shape), make.rows(*shape))
+        case TaskKind.COPY_ROWS:
+            run = _runner(make, operations.CAST, make.rows(*shape))
+        case TaskKind.MERGE:
+            run = _merge_runner(make, shape)
         case TaskKind.HALO_PACK | TaskKind.PAD_ROWS:
             return _pack_case(kind, shape, dtype, make, group)
         case TaskKind.EDGE_BIAS:
@@ -88,6 +95,8 @@ def build_case(
             return build_batch_case(kind, shape, dtype, device)
         case TaskKind.CLIP | TaskKind.OPTIMIZER:
             run = _update_runner(kind, shape, make)
+        case _ if kind in COMPRESSIONS:
+            run = _compression_runner(kind, shape, make)
         case _:
             raise AssertionError(kind)
     return Case(kind=kind, dtype=dtype, shape=shape, run=run)
@@ -147,6 +156,19 @@ def _runner(
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
 
     return run
+
+
+def _merge_runner(make: _Inputs, shape: tuple[int, ...]) -> Callable[[Recorder], None]:
+    """Return a run of the merge of attention over two sets of edges."""
+    rows, merged, heads, head_size = shape
+    inner_lse_NH, outer_lse_BH = make.rows(rows, heads).float(), make.rows(merged, heads).float()
+    outer_BHK = make.rows(merged, heads, head_size)
+    operation = Operation(
+        kind=TaskKind.MERGE,
+        function=lambda inner_NHK: MERGE.function((inner_NHK, inner_lse_NH), (outer_BHK, outer_lse_BH)),
+        shape=lambda _: shape,
+    )
+    return _runner(make, operation, make.rows(rows, heads, head_size))
 
 
 def _leaf_runner(make: _Inputs, operation: Operation, *arguments: Any) -> Callable[[Recorder], None]:
@@ -222,6 +244,47 @@ def _update_runner(kind: TaskKind, shape: tuple[int, ...], make: _Inputs) -> Cal
     return run
 
 
+def _compression_runner(kind: TaskKind, shape: tuple[int, ...], make: _Inputs) -> Callable[[Recorder], None]:
+    """Return a run of what compresses or restores one bucket of gradients; matrices are square."""
+    task = _compression_task(kind, shape, make)
+
+    def run(recorder: Recorder) -> None:
+        make.evict()
+        with recorder.task(TASK_NAME, kind, Phase.UPDATE, shape):
+            task()
+
+    return run
+
+
+def _compression_task(kind: TaskKind, shape: tuple[int, ...], make: _Inputs) -> Callable[[], object]:
+    gradient, residual = (torch.randn(shape[0], device=make.device, generator=make.generator) for _ in range(2))
+    if kind is TaskKind.GRADIENT_CAST:
+        half = torch.empty_like(gradient, dtype=torch.bfloat16)
+        return lambda: compression.cast(half, gradient)
+    if kind in (TaskKind.TOP_K_SELECT, TaskKind.TOP_K_SUM):
+        kept = shape[1]
+        messages = [torch.empty(2 * kept, dtype=torch.int32, device=make.device) for _ in range((*shape, 1)[2])]
+        for message in messages:
+            compression.select_entries(gradient, residual, message, kept)
+        if kind is TaskKind.TOP_K_SELECT:
+            return lambda: compression.select_entries(gradient, residual, messages[0], kept)
+        return lambda: compression.sum_entries(gradient, messages, kept)
+    elements, matrices, matrix_rank = shape
+    side = math.isqrt(elements // matrices)
+    right = torch.randn(matrices * side * matrix_rank, device=make.device, generator=make.generator)
+    gradients, residuals = (flat.view(matrices, side, side).unbind() for flat in (gradient, residual))
+    factors, no_loss = Factors(gradients, residuals, right, matrix_rank=matrix_rank), gradient[:0]
+    message = compression.project(factors, no_loss)
+    bases = compression.orthogonalise(factors, message)
+    match kind:
+        case TaskKind.LOW_RANK_PROJECT:
+            return lambda: compression.project(factors, no_loss)
+        case TaskKind.LOW_RANK_ORTHOGONALISE:
+            return lambda: compression.orthogonalise(factors, message)
+        case _:
+            return lambda: compression.restore(factors, bases, message, no_loss)
+
+
 def _pack_case(
     kind: TaskKind, shape: tuple[int, ...], dtype: Dtype, make: _Inputs, group: dist.ProcessGroup | None
 ) -> Case:
@@ -246,7 +309,10 @@ def _pack_case(
         leaf.grad = None
         make.evict()
         before = recorder.run("before", _SCALE, leaf)
-        out = exchange_rows(before, exchange, layout, recorder=recorder, layer=TASK_NAME)
+        rows_exchange = RowExchange(
+            exchange=exchange, layout=layout, recorder=recorder, layer=TASK_NAME, dtype=make.dtype, wire=make.dtype
+        )
+        out = exchange_rows(before, rows_exchange)
         make.evict()
         out.backward(torch.ones_like(out))
 

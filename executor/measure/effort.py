@@ -103,7 +103,7 @@ QUICK_CPU = Effort(
     edges=(8192, 65536, 196608),
     attention=attention_cases((8192, 65536, 262_144), _QUICK_GRAPHS, _CPU_HEADS),
     collective_bytes=(4 * KIB, 64 * KIB, 512 * KIB, 2 * MIB, 8 * MIB),
-    case_seconds=0.06,
+    case_seconds=0.055,
     repetitions=5,
 )
 FULL_CPU = Effort(
@@ -154,20 +154,33 @@ def case_shapes(effort: Effort) -> Iterator[tuple[TaskKind, tuple[int, ...]]]:
             for kind in (TaskKind.LAYER_NORM, TaskKind.DROPOUT, TaskKind.RESIDUAL):
                 yield kind, (rows, width)
             yield TaskKind.GELU, (rows, 2 * width)
+        for rows in effort.rows[::2]:
             yield TaskKind.HALO_PACK, (rows, rows // 4, 2 * width)
             yield TaskKind.PAD_ROWS, (rows, rows + rows // 16, 2 * width)
+    # Time of what copies follows the bytes, so few sizes do.
     for rows in effort.rows[::2]:
         yield TaskKind.TARGET_ROWS, (rows, rows // 4, effort.widths[-1])
+        yield TaskKind.COPY_ROWS, (rows, effort.widths[-1])
+        yield TaskKind.MERGE, (rows, rows // 2, 8, effort.widths[-1] // 8)
     for index, rows in enumerate(effort.rows[:MAX_BATCH_SIZES]):
-        yield TaskKind.CLUSTER_BATCH, (4 * rows, rows, 8 * rows, effort.widths[-1] * rows)
+        if index % 2 == 0:
+            yield TaskKind.CLUSTER_BATCH, (4 * rows, rows, 8 * rows, effort.widths[-1] * rows)
         # In turn many draws of few nodes, and few draws of many.
         edges_per_row = 1 if index % 2 else 4
         yield TaskKind.SAMPLED_BATCH, (rows // 12, rows, edges_per_row * rows, effort.widths[-1] * rows)
-    for rows in effort.rows:
+    for index, rows in enumerate(effort.rows):
         yield TaskKind.LINEAR, (rows, effort.widths[-1], 10)
-        yield TaskKind.LOSS, (rows, rows // 2, 10)
-    for edges in effort.edges:
+        if index % 2 == 0:
+            yield TaskKind.LOSS, (rows, rows // 2, 10)
+    for edges in effort.edges[::2]:
         yield TaskKind.EDGE_BIAS, (edges, 8)
     for elements in (20_000, 200_000, 2_000_000):
         yield TaskKind.CLIP, (elements, 40)
         yield TaskKind.OPTIMIZER, (elements, 40)
+    for elements in (20_000, 2_000_000):
+        yield TaskKind.GRADIENT_CAST, (elements,)
+        yield TaskKind.TOP_K_SELECT, (elements, elements // 100)
+        yield TaskKind.TOP_K_SUM, (elements, elements // 100, 2)
+    for side in (48, 512):  # of square matrices
+        for kind in (TaskKind.LOW_RANK_PROJECT, TaskKind.LOW_RANK_ORTHOGONALISE, TaskKind.LOW_RANK_RESTORE):
+            yield kind, (8 * side * side, 8, 4)

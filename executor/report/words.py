@@ -6,10 +6,11 @@ from enum import StrEnum
 from pathlib import PurePath
 
 from simulator.specs.cluster import ClusterSpec
+from simulator.specs.gradients import CompressionKind
 from simulator.specs.graph import DEGREE_QUANTILES, GraphSpec
 from simulator.specs.model import EdgeBias, ModelSpec
 from simulator.specs.order import NodeOrder
-from simulator.specs.plan import Plan
+from simulator.specs.plan import ExchangePayload, Plan
 from simulator.specs.train import TrainSpec
 from simulator.specs.units import Dimension, format_quantity
 
@@ -123,11 +124,28 @@ def plan_words(plan: Plan) -> str:
         )
     if plan.order.kind is not NodeOrder.NATURAL:
         words.append(f"node order {plan.order.kind.replace('_', '-')}")
-    words.append(f"exchange {_by_layer(plan.exchange)}")
+    words.append(f"exchange {_by_layer(plan.exchange)}{_exchange_choices(plan)}")
     words.append(f"recompute {_by_layer(plan.recompute)}")
     words.append(f"{plan.precision}")
-    words.append(f"gradients in buckets of {bytes_text(plan.gradient_bucket_bytes)}")
+    beside = ", reduced beside the backward pass" if plan.overlap_gradients else ""
+    compression = plan.gradient_compression
+    sent = f", sent as {compression}" if compression.kind is not CompressionKind.NONE else ""
+    words.append(f"gradients in buckets of {bytes_text(plan.gradient_bucket_bytes)}{beside}{sent}")
     return "; ".join(words)
+
+
+def _exchange_choices(plan: Plan) -> str:
+    """Return how rows travel, where a plan says so."""
+    words = ""
+    if plan.exchange_payload is ExchangePayload.ROWS:
+        words += ", normed rows travel"
+    if plan.overlap_exchange:
+        words += ", overlapped with attention over own rows"
+    if plan.exchange_precision is not None:
+        words += f", in {plan.exchange_precision}"
+    if plan.exchange_chunk_bytes is not None:
+        words += f", at most {bytes_text(plan.exchange_chunk_bytes)} a message"
+    return words
 
 
 def _by_layer(choices: Sequence[StrEnum]) -> str:

@@ -82,6 +82,7 @@ class Candidates:
             num_sources=self.graph.num_sources,
             edge_id_E=self.edge_ids(position_K),
             same_rows_as=self._first_samples.get(id(indptr_N1)) if is_planned else None,
+            is_sampled=True,
         )
         if is_planned:
             self._first_samples.setdefault(id(indptr_N1), graph)

@@ -35,6 +35,7 @@ def fan_out_graph(
         num_sources=num_sources,
         edge_id_E=edge_id_E,
         row_degree=row_degree,
+        is_sampled=True,
     )
 
 
@@ -68,6 +69,7 @@ def _joined(parts: Sequence[Neighbours]) -> Neighbours:
         source_E=_placed([part.graph.source_E for part in parts], place_E),
         num_sources=parts[0].graph.num_sources,
         edge_id_E=_placed([part.edge_id_E for part in parts], place_E),
+        is_sampled=True,
     )
     has_weights = any(part.log_weight_E is not None for part in parts)
     return Neighbours(
@@ -102,6 +104,7 @@ def _without_repeats(joined: Neighbours) -> Neighbours:
             source_E=graph.source_E[kept_K],
             num_sources=graph.num_sources,
             edge_id_E=id_E[kept_K],
+            is_sampled=True,
         ),
         position_E=joined.position_E[kept_K],
         log_weight_E=None if joined.log_weight_E is None else joined.log_weight_E[kept_K],

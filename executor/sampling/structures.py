@@ -89,6 +89,7 @@ def with_virtual_nodes(neighbours: Neighbours, candidates: Candidates, num_virtu
         source_E=neighbours.graph.source_E,
         num_sources=num_sources + num_virtual,
         edge_id_E=neighbours.graph.edge_id_E,
+        is_sampled=True,
     )
     assert bool((candidates.source_row_N >= 0).all()), "virtual nodes attend to targets, which must be sources too"
     own = Neighbours(graph=padded, position_E=neighbours.position_E, log_weight_E=neighbours.log_weight_E)
@@ -103,6 +104,7 @@ def with_virtual_nodes(neighbours: Neighbours, candidates: Candidates, num_virtu
         source_E=torch.cat([to_virtual_NV.flatten(), from_virtual_VN.flatten()]).to(torch.int32),
         num_sources=num_sources + num_virtual,
         edge_id_E=torch.cat([id_NV.flatten(), (id_NV.T + num_virtual).flatten()]),
+        is_sampled=True,
     )
     return join_neighbours([own, invented_neighbours(virtual)])
 

@@ -70,6 +70,7 @@ def sample_by_walks(
             source_E=source_TF[is_kept_TF],
             num_sources=graph.num_sources,
             edge_id_E=edge_id_TF[is_kept_TF],
+            is_sampled=True,
         ),
         position_E=position_TF[is_kept_TF],
         log_weight_E=visits_TF[is_kept_TF].double().log().float(),

@@ -109,9 +109,16 @@ def _reader(hint: Any, units: bool) -> Convert:
     if origin is tuple:
         return partial(_read_entries, [_reader(argument, units) for argument in arguments])
     assert origin in (types.UnionType, typing.Union), hint
-    if float in arguments:
-        return partial(_optional, _reader(float, units))
+    if (single := _single_value(arguments)) is not None:
+        return partial(_optional, _reader(single, units))
     return partial(_read_union, arguments, units)
+
+
+def _single_value(arguments: tuple[Any, ...]) -> Any:
+    """Return what a union of one plain value and nothing may hold; None for unions of tables."""
+    kinds = [kind for kind in arguments if kind is not types.NoneType]
+    is_plain = len(kinds) == 1 and (kinds[0] in _SCALAR_READERS or issubclass(kinds[0], StrEnum))
+    return kinds[0] if is_plain else None
 
 
 def _table_reader(kind: Any, units: bool) -> Convert:
@@ -155,13 +162,23 @@ def _unknown(key: str, known: Collection[str]) -> str:
 
 
 def _text_dimension(field: str, hint: Any, units: bool) -> Dimension | None:
-    """Return what a field measures if its value is a text with a unit, else None."""
-    return dimension_of(field) if units and hint in (int, float) else None
+    """Return what a field measures if its value is a text with a unit, or a list of such texts, else None."""
+    return dimension_of(field) if units and _number_of(hint) in (int, float) else None
+
+
+def _number_of(hint: Any) -> Any:
+    """Return the type of the items of a tuple of any length, and any other type as it is."""
+    arguments = typing.get_args(hint)
+    is_list = typing.get_origin(hint) is tuple and arguments[-1] is Ellipsis
+    return arguments[0] if is_list else hint
 
 
 def _field_reader(name: str, hint: Any, units: bool) -> Convert:
     dimension = _text_dimension(name, hint, units)
-    return _reader(hint, units) if dimension is None else partial(_read_quantity, dimension, hint)
+    if dimension is None:
+        return _reader(hint, units)
+    read = partial(_read_quantity, dimension, _number_of(hint))
+    return read if hint in (int, float) else partial(_read_list, read)
 
 
 def _read_quantity(dimension: Dimension, hint: type, plain: object) -> float:
@@ -304,8 +321,8 @@ def _writer(hint: Any, units: bool) -> Convert:
         writers = [_writer(argument, units) for argument in arguments]
         return lambda items: [write(item) for write, item in zip(writers, items, strict=True)]
     assert origin in (types.UnionType, typing.Union), hint
-    if float in arguments:
-        return partial(_optional, _writer(float, units))
+    if (single := _single_value(arguments)) is not None:
+        return partial(_optional, _writer(single, units))
     return partial(_write_union, units)
 
 
@@ -328,7 +345,10 @@ def _table_writer(kind: Any, units: bool) -> Convert:
 
 def _field_writer(name: str, hint: Any, units: bool) -> Convert:
     dimension = _text_dimension(name, hint, units)
-    return _writer(hint, units) if dimension is None else partial(exact_quantity, dimension=dimension)
+    if dimension is None:
+        return _writer(hint, units)
+    write = partial(exact_quantity, dimension=dimension)
+    return write if hint in (int, float) else lambda items: [write(item) for item in items]
 
 
 def _write_union(units: bool, value: Any) -> Any:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from simulator.specs.checks import require, require_at_least, require_length, require_positive, require_share
+from simulator.specs.gradients import GradientCompression
 from simulator.specs.order import OrderSpec
 from simulator.specs.units import MIB, Dtype
 
@@ -16,6 +17,18 @@ class Exchange(StrEnum):
     NONE = "none"  # the group is one rank
     HALO = "halo"  # only rows that a rank needs travel, by an all-to-all with uneven splits
     ALL_GATHER = "all_gather"  # every rank gets every row
+    HEAD_ALL_TO_ALL = "head_all_to_all"  # every rank gets all rows of the heads that it owns, and sends them back
+
+
+class ExchangePayload(StrEnum):
+    """What of a row travels in a halo exchange or an all-gather."""
+
+    KEYS_AND_VALUES = "keys_and_values"
+    ROWS = "rows"  # the layer's normed row, half the bytes; who receives it computes its keys and values again
+
+
+# What brings rows of others to a rank, which its own nodes then attend to.
+ROW_EXCHANGES = frozenset({Exchange.HALO, Exchange.ALL_GATHER})
 
 
 class Recompute(StrEnum):
@@ -56,6 +69,12 @@ class PartSpec:
             `MAX_SHORT_EDGES` edges into this part.
         inner_edges_of_long_targets: of the edges inside the part, those of targets with more than `MAX_SHORT_EDGES` of
             these.
+        outer_edges_of_long_targets: of the edges from other parts, those of targets with more than `MAX_SHORT_EDGES` of
+            these.
+        edges_out_of_long_sources: edges from this part's nodes into all parts, of those that have more than
+            `MAX_SHORT_EDGES`.
+        num_boundary_nodes: nodes with an edge from another part.
+        boundary_nodes_from: nodes with an edge from each part; 0 for the part itself.
     """
 
     num_nodes: int
@@ -66,6 +85,10 @@ class PartSpec:
     edges_of_long_targets_from: tuple[int, ...]
     edges_of_long_sources_from: tuple[int, ...]
     inner_edges_of_long_targets: int
+    outer_edges_of_long_targets: int
+    edges_out_of_long_sources: int
+    num_boundary_nodes: int
+    boundary_nodes_from: tuple[int, ...]
 
     @property
     def num_edges(self) -> int:
@@ -104,6 +127,7 @@ class PartitionSpec:
                 halo_rows_from=part.halo_rows_from,
                 edges_of_long_targets_from=part.edges_of_long_targets_from,
                 edges_of_long_sources_from=part.edges_of_long_sources_from,
+                boundary_nodes_from=part.boundary_nodes_from,
             )
 
     @property
@@ -199,10 +223,19 @@ class Plan:
         recompute: of each layer.
         precision: of activations; parameters, softmax and loss are fp32.
         gradient_bucket_bytes: gradients are reduced in buckets of about this size.
+        overlap_gradients: a bucket's reduction begins as soon as its last gradient is there, beside the rest of the
+            backward pass; else behind the backward pass.
+        gradient_compression: what travels in place of gradients.
         order: in which each rank holds its nodes.
         step_mode: how steps are launched.
         beyond_cache_ratio: share of the rows that attention gathers which come from beyond the device's cache, with
             this partition, order and precision; None where nobody looked.
+        overlap_exchange: attention over edges between own rows runs while rows of others are on their way, in layers
+            with a halo exchange or an all-gather; a rank's rows with edges from others then come last.
+        exchange_payload: what of a row travels in these layers.
+        exchange_precision: of what travels; None for `precision`.
+        exchange_chunk_bytes: most bytes that a rank sends to others, or receives from them, in one collective of a
+            layer; an exchange that has more is cut into several. None for no bound.
         between_edges: whether the edges between the parts of a batch are kept.
         sampled: neighbourhoods to train on instead of parts; None for parts.
         keep_batches: keep every batch on the device once it is made, which batches of one part allow.
@@ -218,9 +251,15 @@ class Plan:
     recompute: tuple[Recompute, ...]
     precision: Dtype
     gradient_bucket_bytes: int = 25 * MIB
+    overlap_gradients: bool = False
+    gradient_compression: GradientCompression = field(default_factory=GradientCompression)
     order: OrderSpec = field(default_factory=OrderSpec)
     step_mode: StepMode = StepMode.EAGER
     beyond_cache_ratio: float | None = None
+    overlap_exchange: bool = False
+    exchange_payload: ExchangePayload = ExchangePayload.KEYS_AND_VALUES
+    exchange_precision: Dtype | None = None
+    exchange_chunk_bytes: int | None = None
     between_edges: bool = True
     sampled: SampledBatches | None = None
     keep_batches: bool = False
@@ -240,6 +279,8 @@ class Plan:
         )
         require_length(len(self.exchange), recompute=self.recompute)
         require_share(beyond_cache_ratio=self.beyond_cache_ratio)
+        if self.exchange_chunk_bytes is not None:
+            require_positive(exchange_chunk_bytes=self.exchange_chunk_bytes)
 
     @property
     def num_ranks(self) -> int:
@@ -269,6 +310,10 @@ class Plan:
             return max(-(-self.num_train_nodes // (self.sampled.seeds_per_batch * self.data_parallel_degree)), 1)
         parts_per_step = self.parts_per_batch * self.data_parallel_degree
         return -(-self.partition.num_parts // parts_per_step)
+
+    def overlaps(self, layer: int) -> bool:
+        """Return whether attention of a layer runs while its exchange is under way."""
+        return self.overlap_exchange and self.exchange[layer] in ROW_EXCHANGES
 
     def graph_group(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that share a batch with `rank`."""

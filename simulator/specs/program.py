@@ -29,12 +29,20 @@ class TaskKind(StrEnum):
     RESIDUAL = "residual"
     HALO_PACK = "halo_pack"
     PAD_ROWS = "pad_rows"
+    COPY_ROWS = "copy_rows"
     TARGET_ROWS = "target_rows"
     EDGE_BIAS = "edge_bias"
     ATTENTION = "attention"
+    MERGE = "merge"
     LOSS = "loss"
     CLIP = "clip"
     OPTIMIZER = "optimizer"
+    GRADIENT_CAST = "gradient_cast"
+    TOP_K_SELECT = "top_k_select"
+    TOP_K_SUM = "top_k_sum"
+    LOW_RANK_PROJECT = "low_rank_project"
+    LOW_RANK_ORTHOGONALISE = "low_rank_orthogonalise"
+    LOW_RANK_RESTORE = "low_rank_restore"
     ALL_TO_ALL = "all_to_all"
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
@@ -49,9 +57,23 @@ class TaskKind(StrEnum):
 # Making the rows of a batch on the host and bringing them to the device.
 BATCH_KINDS = frozenset({TaskKind.CLUSTER_BATCH, TaskKind.SAMPLED_BATCH})
 COLLECTIVES = frozenset({TaskKind.ALL_TO_ALL, TaskKind.ALL_GATHER, TaskKind.REDUCE_SCATTER, TaskKind.ALL_REDUCE})
+# What compresses gradients.
+COMPRESSIONS = frozenset(
+    {
+        TaskKind.GRADIENT_CAST,
+        TaskKind.TOP_K_SELECT,
+        TaskKind.TOP_K_SUM,
+        TaskKind.LOW_RANK_PROJECT,
+        TaskKind.LOW_RANK_ORTHOGONALISE,
+        TaskKind.LOW_RANK_RESTORE,
+    }
+)
+# Of parameters, gradients and the optimizer's state, which are fp32 whatever the activations are.
+UPDATES = COMPRESSIONS | {TaskKind.CLIP, TaskKind.OPTIMIZER}
 
 SHAPE_FIELDS: dict[TaskKind, tuple[str, ...]] = {
-    # Nodes of the whole graph; rows of the batch, edges into them, numbers of their features.
+    # Nodes of the whole graph; rows of the batch, edges into them (where heads travel, those of all ranks too, or alone
+    # if all layers do so), numbers of their features.
     TaskKind.CLUSTER_BATCH: ("nodes", "rows", "edges", "features"),
     # Rows of the last layer and of the first, edges of all layers, numbers of the first one's features.
     TaskKind.SAMPLED_BATCH: ("seeds", "rows", "edges", "features"),
@@ -65,10 +87,13 @@ SHAPE_FIELDS: dict[TaskKind, tuple[str, ...]] = {
     TaskKind.GELU: ("rows", "columns"),
     TaskKind.DROPOUT: ("rows", "columns"),
     TaskKind.RESIDUAL: ("rows", "columns"),
-    # Own rows to the front of the exchange buffer, rows that others need to a message; backward, the sum of both.
+    # Own rows to the front of the exchange buffer (0 where they stay), rows that others need to a message; backward,
+    # the sum of both (with 0 rows, added in place).
     TaskKind.HALO_PACK: ("rows", "rows_sent", "columns"),
     # Own rows to a buffer of as many rows as the largest part has; backward, the way back.
     TaskKind.PAD_ROWS: ("rows", "rows_padded", "columns"),
+    # Rows to another layout or number format, forward and backward.
+    TaskKind.COPY_ROWS: ("rows", "columns"),
     # The first rows of queries and of the residual stream; backward, zeros behind their gradients.
     TaskKind.TARGET_ROWS: ("rows", "rows_kept", "columns"),
     TaskKind.EDGE_BIAS: ("edges", "heads"),
@@ -82,9 +107,22 @@ SHAPE_FIELDS: dict[TaskKind, tuple[str, ...]] = {
         "heads",
         "head_size",
     ),
+    # Attention over two sets of edges to that over both, of the last rows; the others have edges of the first set.
+    TaskKind.MERGE: ("rows", "rows_merged", "heads", "head_size"),
     TaskKind.LOSS: ("rows", "rows_labelled", "columns"),
     TaskKind.CLIP: ("elements", "tensors"),
     TaskKind.OPTIMIZER: ("elements", "tensors"),
+    # A bucket to bf16, or back.
+    TaskKind.GRADIENT_CAST: ("elements",),
+    # The largest entries of a bucket, what earlier steps left out added.
+    TaskKind.TOP_K_SELECT: ("elements", "elements_kept"),
+    # The entries of all ranks back into a bucket.
+    TaskKind.TOP_K_SUM: ("elements", "elements_kept", "ranks"),
+    # PowerSGD on the matrices of a bucket: left factors; right factors from orthogonal left ones, and what they leave
+    # out; the product of both. Elements are those of the matrices, `matrix_rank` the columns of their factors.
+    TaskKind.LOW_RANK_PROJECT: ("elements", "matrices", "matrix_rank"),
+    TaskKind.LOW_RANK_ORTHOGONALISE: ("elements", "matrices", "matrix_rank"),
+    TaskKind.LOW_RANK_RESTORE: ("elements", "matrices", "matrix_rank"),
     # Bytes that this rank sends to each rank of the group, in the group's order.
     TaskKind.ALL_TO_ALL: (),
     # Bytes of this rank's input to the call.
@@ -108,6 +146,7 @@ class Stream(StrEnum):
 
     COMPUTE = "compute"
     COMMUNICATION = "communication"
+    GRADIENTS = "gradients"  # reductions that go on beside the backward pass and its exchanges
     HOST_TO_DEVICE = "host_to_device"
     DEVICE_TO_HOST = "device_to_host"
     LOADER = "loader"  # makes batches, in a thread of its own where they are prefetched

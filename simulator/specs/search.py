@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from simulator.specs.checks import require, require_positive
+from simulator.specs.checks import require, require_at_least, require_positive
+from simulator.specs.gradients import GradientCompression
 from simulator.specs.order import NodeOrder
-from simulator.specs.plan import Exchange, Recompute
-from simulator.specs.units import Dtype
+from simulator.specs.plan import Exchange, ExchangePayload, Recompute
+from simulator.specs.units import MIB, Dtype
 
 
 class BatchKind(StrEnum):
@@ -20,11 +21,18 @@ class BatchKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSpec:
-    """Bounds of the search; bf16 and batches of less than the graph change what is learned and must be asked for.
+    """Bounds of the search; bf16, batches of less than the graph and compressed gradients change what is learned: ask.
 
     Attributes:
         num_ranks: numbers of ranks to try; empty for every power of two up to the cluster, and the cluster.
         batches, exchanges, recomputes, precisions: choices to try.
+        exchange_overlaps, exchange_payloads: choices to try where rows of others travel.
+        exchange_precisions: number formats to try of what travels, beside that of the plan; skipped where not shorter.
+        exchange_chunk_bytes: bound of a message to try beside none, for plans whose buffers would not fit; 0 for none.
+        gradient_bucket_bytes: sizes of buckets to try; without overlap the largest is taken, as its latency is least.
+        overlap_gradients: whether buckets are reduced beside the backward pass; empty for both on GPUs, and for false
+            on CPUs, whose cores would have to move the bytes too.
+        gradient_compressions: to try where there are several ranks.
         parts_per_replica: cluster batches cut the graph into this many parts for each rank.
         parts_per_batch: parts of a cluster batch of one rank; ranks that share a batch have one each.
         fan_outs: neighbours that a node attends to at most in sampled batches, one for each layer, the last layer's
@@ -36,9 +44,16 @@ class SearchSpec:
 
     num_ranks: tuple[int, ...] = ()
     batches: tuple[BatchKind, ...] = (BatchKind.FULL_GRAPH,)
-    exchanges: tuple[Exchange, ...] = (Exchange.HALO, Exchange.ALL_GATHER)
+    exchanges: tuple[Exchange, ...] = (Exchange.HALO, Exchange.ALL_GATHER, Exchange.HEAD_ALL_TO_ALL)
     recomputes: tuple[Recompute, ...] = (Recompute.NONE, Recompute.LAYER)
     precisions: tuple[Dtype, ...] = (Dtype.FLOAT32,)
+    exchange_overlaps: tuple[bool, ...] = (False, True)
+    exchange_payloads: tuple[ExchangePayload, ...] = tuple(ExchangePayload)
+    exchange_precisions: tuple[Dtype, ...] = ()
+    exchange_chunk_bytes: int = 0
+    gradient_bucket_bytes: tuple[int, ...] = (1 * MIB, 5 * MIB, 25 * MIB)
+    overlap_gradients: tuple[bool, ...] = ()
+    gradient_compressions: tuple[GradientCompression, ...] = (GradientCompression(),)
     parts_per_replica: int = 4
     parts_per_batch: int = 1
     fan_outs: tuple[int, ...] = ()
@@ -54,7 +69,21 @@ class SearchSpec:
             rule = "must be >= 2 for isolated_clusters: no edges join the parts of a batch that has one"
             require(self.parts_per_batch >= 2, "parts_per_batch", rule, self.parts_per_batch)
         self._require_sampling()
-        for field in ("batches", "exchanges", "recomputes", "precisions", "orders"):
+        require_at_least(0, exchange_chunk_bytes=self.exchange_chunk_bytes)
+        for size in self.gradient_bucket_bytes:
+            require(size >= 4, "gradient_bucket_bytes", "must hold sizes of 4 bytes or more", size)
+        choices = (
+            "batches",
+            "exchanges",
+            "recomputes",
+            "precisions",
+            "orders",
+            "exchange_overlaps",
+            "exchange_payloads",
+            "gradient_bucket_bytes",
+            "gradient_compressions",
+        )
+        for field in choices:
             require(len(getattr(self, field)) > 0, field, "must name at least one choice", getattr(self, field))
         for num_ranks in self.num_ranks:
             require(num_ranks >= 1, "num_ranks", "must hold numbers >= 1", num_ranks)

@@ -78,5 +78,9 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 
 def _toml_value(value: object) -> str:
-    """Return a value in TOML, which shares JSON's notation but for one control character and whole texts in UTF-8."""
+    """Return a value in TOML, which shares JSON's notation but for tables, one control character and texts in UTF-8."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {_toml_value(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml_value, value)) + "]"
     return json.dumps(value, ensure_ascii=False, allow_nan=False).replace("\x7f", "\\u007f")

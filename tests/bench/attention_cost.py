@@ -101,12 +101,13 @@ def _edges(graph: DeviceGraph) -> EdgeGraph:
     return EdgeGraph(indptr_N1=graph.indptr_N1, source_E=source_E, num_sources=graph.num_nodes)
 
 
-def _stored(name: str, _: torch.Generator) -> EdgeGraph:
+def _stored(name: str, generator: torch.Generator) -> EdgeGraph:
     graph = read_graph(GraphFile(path=str(DATA / f"{name}.npz")), base=Path())[1]
-    source_E = torch.from_numpy(np.array(graph.source_E, dtype=np.int32))
-    return EdgeGraph(
-        indptr_N1=torch.from_numpy(np.array(graph.indptr_N)), source_E=source_E, num_sources=graph.num_nodes
+    indptr_N1, source_E = (
+        torch.from_numpy(array).to(generator.device)
+        for array in (np.array(graph.indptr_N, dtype=np.int64), np.array(graph.source_E, dtype=np.int32))
     )
+    return EdgeGraph(indptr_N1=indptr_N1, source_E=source_E, num_sources=graph.num_nodes)
 
 
 def measured(case: Case, effort: Effort, device: torch.device) -> list[ComputeSample]:

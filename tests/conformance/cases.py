@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import scipy.sparse
@@ -25,20 +25,32 @@ from simulator.readers.generators import materialise
 from simulator.readers.graphs import Graph, read_graph, write_store
 from simulator.readers.partitions import parts_sha256
 from simulator.specs.cluster import NVLINK4, ClusterSpec, DeviceKind, DeviceSpec
+from simulator.specs.gradients import CompressionKind, GradientCompression
 from simulator.specs.graph import CommunityGraph, GraphFile, GraphSpec
 from simulator.specs.model import EdgeBias, ModelSpec
-from simulator.specs.plan import Exchange, PartitionMethod, PartitionSpec, Plan, Recompute, SampledBatches
+from simulator.specs.plan import (
+    Exchange,
+    ExchangePayload,
+    PartitionMethod,
+    PartitionSpec,
+    Plan,
+    Recompute,
+    SampledBatches,
+)
 from simulator.specs.program import Task
 from simulator.specs.train import TrainSpec
 from simulator.specs.units import GB, GIB, KIB, MIB, TERA, Dtype
 from simulator.workload import lower
 from tests.conformance.observe import ObservedStep, observe_step
 
+AS_THEY_ARE = GradientCompression()
 # No two counts of a shape are alike, so that none can stand for another.
 MODEL = ModelSpec(width=24, num_heads=3, num_layers=2, feed_forward_width=40)
 DROPOUT = dataclasses.replace(MODEL, dropout_ratio=0.3)
 ENCODED = dataclasses.replace(MODEL, laplacian_encodings=2, random_walk_encodings=3)
 EVERYTHING = dataclasses.replace(ENCODED, dropout_ratio=0.3, edge_bias=EdgeBias.DEGREE, num_layers=3)
+# Seven heads do not divide by two ranks; fewer on a rank could stand for a pair of keys and values.
+SEVEN_HEADS: dict[str, Any] = {"width": 28, "num_heads": 7}
 TRAIN = TrainSpec(num_steps=10, learning_rate=0.01, seed=5)
 GRAPH = CommunityGraph(num_nodes=700, num_edges=4000, num_classes=7, num_features=11)
 NUM_SPARSE_FEATURES, DENSITY = 60, 0.1
@@ -53,6 +65,7 @@ class Case:
         parts_per_batch: 0 for one a rank of the graph group.
         is_sparse: whether the graph's features are sparse.
         has_empty_part: whether the last part owns no node.
+        overlaps, payload, wire, chunk_bytes: how rows travel, as in the plan.
         fan_outs, seeds_per_batch: of sampled neighbourhoods; empty and 0 for batches of parts.
         between_edges, keep_batches, prefetch_batches: as in `Plan`.
     """
@@ -65,9 +78,15 @@ class Case:
     recompute: tuple[Recompute, ...] = (Recompute.NONE, Recompute.NONE)
     precision: Dtype = Dtype.FLOAT32
     gradient_bucket_bytes: int = 25 * MIB
+    overlap_gradients: bool = False
+    gradient_compression: GradientCompression = AS_THEY_ARE
     model: ModelSpec = MODEL
     is_sparse: bool = False
     has_empty_part: bool = False
+    overlaps: bool = False
+    payload: ExchangePayload = ExchangePayload.KEYS_AND_VALUES
+    wire: Dtype | None = None
+    chunk_bytes: int | None = None
     fan_outs: tuple[int, ...] = ()
     seeds_per_batch: int = 0
     between_edges: bool = True
@@ -76,8 +95,12 @@ class Case:
     step: int = 1
 
 
-HALO, GATHER = Exchange.HALO, Exchange.ALL_GATHER
+HALO, GATHER, HEADS = Exchange.HALO, Exchange.ALL_GATHER, Exchange.HEAD_ALL_TO_ALL
+ROWS, HALF = ExchangePayload.ROWS, Dtype.BFLOAT16
 KEEP, AGAIN = Recompute.NONE, Recompute.LAYER
+IN_BF16 = GradientCompression(kind=CompressionKind.BF16)
+TOP_K = GradientCompression(kind=CompressionKind.TOP_K, kept_ratio=0.1)
+POWER_SGD = GradientCompression(kind=CompressionKind.POWER_SGD, matrix_rank=2)
 CASES = {
     "full graph": Case(),
     "dropout and encodings": Case(model=dataclasses.replace(ENCODED, dropout_ratio=0.3)),
@@ -122,8 +145,170 @@ CASES = {
         is_sparse=True,
     ),
     "sampled, bf16": Case(fan_outs=(3, 3), seeds_per_batch=60, precision=Dtype.BFLOAT16, model=DROPOUT),
+    "sampled, buckets beside the backward pass": Case(
+        data_parallel_degree=2,
+        num_parts=2,
+        fan_outs=(4, 3),
+        seeds_per_batch=80,
+        recompute=(KEEP, AGAIN),
+        model=DROPOUT,
+        gradient_bucket_bytes=4 * KIB,
+        overlap_gradients=True,
+    ),
+    "isolated clusters made ahead, PowerSGD beside the backward pass": Case(
+        data_parallel_degree=2,
+        num_parts=6,
+        parts_per_batch=2,
+        between_edges=False,
+        prefetch_batches=1,
+        gradient_bucket_bytes=8 * KIB,
+        overlap_gradients=True,
+        gradient_compression=POWER_SGD,
+    ),
+    "overlapped, of rows, clusters made ahead, buckets beside the backward pass": Case(
+        graph_parallel_degree=2,
+        num_parts=6,
+        exchange=(HALO, GATHER),
+        overlaps=True,
+        payload=ROWS,
+        chunk_bytes=20 * KIB,
+        prefetch_batches=2,
+        gradient_bucket_bytes=4 * KIB,
+        overlap_gradients=True,
+        model=DROPOUT,
+        step=2,
+    ),
+    "heads and halo, clusters, everything": Case(
+        graph_parallel_degree=2,
+        num_parts=6,
+        exchange=(HEADS, HALO, HEADS),
+        recompute=(AGAIN, KEEP, KEEP),
+        model=dataclasses.replace(EVERYTHING, **SEVEN_HEADS),
+        is_sparse=True,
+        overlaps=True,
+        step=2,
+    ),
     "a rank without nodes": Case(
         graph_parallel_degree=2, exchange=(HALO, GATHER), recompute=(KEEP, AGAIN), has_empty_part=True
+    ),
+    "halo and all-gather of rows": Case(
+        graph_parallel_degree=2, exchange=(HALO, GATHER), payload=ROWS, recompute=(AGAIN, KEEP)
+    ),
+    "overlapped": Case(graph_parallel_degree=2, exchange=(HALO, GATHER), overlaps=True, model=DROPOUT),
+    "overlapped, of rows, everything": Case(
+        graph_parallel_degree=2,
+        exchange=(HALO, GATHER, HALO),
+        recompute=(AGAIN, AGAIN, KEEP),
+        model=EVERYTHING,
+        overlaps=True,
+        payload=ROWS,
+    ),
+    "overlapped, chunks, everything": Case(
+        graph_parallel_degree=2,
+        exchange=(HALO, GATHER, HALO),
+        recompute=(KEEP, KEEP, AGAIN),
+        model=EVERYTHING,
+        overlaps=True,
+        chunk_bytes=20 * KIB,
+    ),
+    "chunks": Case(graph_parallel_degree=2, exchange=(HALO, GATHER), chunk_bytes=30 * KIB),
+    "overlapped, exchange in bf16, of rows": Case(
+        graph_parallel_degree=2, exchange=(HALO, GATHER), overlaps=True, wire=HALF, payload=ROWS
+    ),
+    "exchange in bf16, chunks": Case(
+        graph_parallel_degree=2, exchange=(HALO, GATHER), wire=HALF, chunk_bytes=20 * KIB, recompute=(AGAIN, KEEP)
+    ),
+    "overlapped, cluster batches shared by two": Case(
+        graph_parallel_degree=2, num_parts=6, exchange=(GATHER, HALO), overlaps=True, step=2
+    ),
+    "overlapped, a rank without nodes": Case(
+        graph_parallel_degree=2, exchange=(HALO, GATHER), overlaps=True, has_empty_part=True
+    ),
+    "heads": Case(graph_parallel_degree=2, exchange=(HEADS, HEADS), model=dataclasses.replace(DROPOUT, **SEVEN_HEADS)),
+    "heads and halo, everything": Case(
+        graph_parallel_degree=2,
+        exchange=(HEADS, HALO, HEADS),
+        recompute=(AGAIN, KEEP, KEEP),
+        model=dataclasses.replace(EVERYTHING, **SEVEN_HEADS),
+        overlaps=True,
+        chunk_bytes=40 * KIB,
+    ),
+    "heads, bf16": Case(
+        graph_parallel_degree=2,
+        exchange=(HEADS, HEADS),
+        precision=HALF,
+        model=dataclasses.replace(MODEL, **SEVEN_HEADS),
+    ),
+    "heads, exchange in bf16": Case(
+        graph_parallel_degree=2, exchange=(HEADS, HEADS), wire=HALF, model=dataclasses.replace(MODEL, **SEVEN_HEADS)
+    ),
+    "more ranks than heads": Case(
+        graph_parallel_degree=2,
+        exchange=(HEADS, HEADS),
+        model=dataclasses.replace(MODEL, num_heads=1, edge_bias=EdgeBias.DEGREE),
+    ),
+    "heads, cluster batches shared by two": Case(
+        graph_parallel_degree=2,
+        num_parts=6,
+        exchange=(HEADS, HEADS),
+        step=2,
+        model=dataclasses.replace(MODEL, **SEVEN_HEADS),
+    ),
+    "heads, a rank without nodes": Case(
+        graph_parallel_degree=2,
+        exchange=(HEADS, HEADS),
+        has_empty_part=True,
+        model=dataclasses.replace(MODEL, **SEVEN_HEADS),
+    ),
+    "buckets beside the backward pass, everything": Case(
+        graph_parallel_degree=2,
+        exchange=(HALO, GATHER, HALO),
+        recompute=(AGAIN, AGAIN, KEEP),
+        model=EVERYTHING,
+        is_sparse=True,
+        gradient_bucket_bytes=4 * KIB,
+        overlap_gradients=True,
+    ),
+    "one bucket beside the backward pass, bf16": Case(
+        graph_parallel_degree=2, exchange=(HALO, HALO), precision=Dtype.BFLOAT16, overlap_gradients=True
+    ),
+    "buckets beside the backward pass, bf16, a rank without nodes": Case(
+        graph_parallel_degree=2,
+        exchange=(HALO, HALO),
+        precision=Dtype.BFLOAT16,
+        recompute=(KEEP, AGAIN),
+        has_empty_part=True,
+        gradient_bucket_bytes=4 * KIB,
+        overlap_gradients=True,
+    ),
+    "gradients in bf16": Case(
+        data_parallel_degree=2, num_parts=4, gradient_bucket_bytes=8 * KIB, gradient_compression=IN_BF16
+    ),
+    "top-k": Case(data_parallel_degree=2, num_parts=4, gradient_bucket_bytes=8 * KIB, gradient_compression=TOP_K),
+    "PowerSGD": Case(
+        data_parallel_degree=2, num_parts=4, gradient_bucket_bytes=8 * KIB, gradient_compression=POWER_SGD
+    ),
+    "gradients in bf16 beside the backward pass": Case(
+        graph_parallel_degree=2,
+        exchange=(HALO, HALO),
+        gradient_bucket_bytes=8 * KIB,
+        overlap_gradients=True,
+        gradient_compression=IN_BF16,
+    ),
+    "top-k beside the backward pass": Case(
+        graph_parallel_degree=2,
+        exchange=(GATHER, HALO),
+        recompute=(AGAIN, KEEP),
+        gradient_bucket_bytes=8 * KIB,
+        overlap_gradients=True,
+        gradient_compression=TOP_K,
+    ),
+    "PowerSGD beside the backward pass": Case(
+        graph_parallel_degree=2,
+        exchange=(HALO, GATHER),
+        gradient_bucket_bytes=8 * KIB,
+        overlap_gradients=True,
+        gradient_compression=POWER_SGD,
     ),
 }
 
@@ -157,7 +342,11 @@ class Prepared:
     def lowered(self) -> tuple[tuple[Task, ...], ...]:
         """Return the tasks of each rank in the step that is looked at."""
         cluster, step, seed = cluster_of(self.kind), self.case.step, TRAIN.seed
-        works = sampled_works(self.plan, self.inputs, step=step, seed=seed) if self.plan.sampled is not None else None
+        works = (
+            sampled_works(self.plan, self.case.model, self.inputs, step=step, seed=seed)
+            if self.plan.sampled is not None
+            else None
+        )
         return lower(self.plan, self.spec, self.case.model, cluster, step=step, seed=seed, works=works).tasks
 
 
@@ -223,6 +412,12 @@ def _plan(case: Case, graph: Graph, part_N: np.ndarray, num_parts: int) -> Plan:
         recompute=case.recompute,
         precision=case.precision,
         gradient_bucket_bytes=case.gradient_bucket_bytes,
+        overlap_gradients=case.overlap_gradients,
+        gradient_compression=case.gradient_compression,
+        overlap_exchange=case.overlaps,
+        exchange_payload=case.payload,
+        exchange_precision=case.wire,
+        exchange_chunk_bytes=case.chunk_bytes,
         between_edges=case.between_edges,
         sampled=_sampled(case, graph),
         keep_batches=case.keep_batches,

@@ -1,7 +1,7 @@
 """What a task of each kind does, as the profiler shows it: the operators that must have run, with their operands."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from simulator.specs.model import NUM_DEGREE_BUCKETS
@@ -9,6 +9,13 @@ from simulator.specs.program import BATCH_KINDS, Phase, Task, TaskKind
 from simulator.specs.units import Dtype
 from tests.conformance.observe import Dims, ObservedTask, Operands, Operator
 
+_COMPRESSING = {
+    TaskKind.TOP_K_SELECT: "select_entries",
+    TaskKind.TOP_K_SUM: "sum_entries",
+    TaskKind.LOW_RANK_PROJECT: "project",
+    TaskKind.LOW_RANK_ORTHOGONALISE: "orthogonalise",
+    TaskKind.LOW_RANK_RESTORE: "restore",
+}
 TYPES = {Dtype.FLOAT32: "float", Dtype.BFLOAT16: "c10::BFloat16"}
 # Operators that cost much: a task runs no other of them than it must.
 GOVERNED = frozenset(
@@ -20,13 +27,16 @@ GOVERNED = frozenset(
 )
 
 
+ANY = -10  # a size
+
+
 @dataclass(frozen=True, kw_only=True)
 class Expected:
     """An operator that must have run in a task.
 
     Attributes:
         names: any of these.
-        dims: sizes of its first arguments.
+        dims: sizes of its first arguments; `ANY` for one that the task does not count.
         type: number format of its first argument; any if empty.
         numbers: arguments that are no tensors, by position, as text.
     """
@@ -40,7 +50,8 @@ class Expected:
         """Return whether this is the operator."""
         return (
             operator.name in self.names
-            and operator.dims[: len(self.dims)] == self.dims
+            and len(operator.dims) >= len(self.dims)
+            and all(map(_fits, self.dims, operator.dims))
             and (not self.type or operator.types[:1] == (self.type,))
             and all(operator.numbers[position : position + 1] == (text,) for position, text in self.numbers)
         )
@@ -66,6 +77,13 @@ class ExpectedOperand:
 
     def __str__(self) -> str:
         return f"a tensor {' or '.join(map(str, self.sizes))}"
+
+
+def _fits(expected: Dims, found: Dims) -> bool:
+    """Return whether the sizes of an argument are those expected."""
+    return len(expected) == len(found) and all(
+        size in (ANY, other) for size, other in zip(expected, found, strict=True)
+    )
 
 
 def missing_evidence(task: Task, observed: ObservedTask) -> list[str]:
@@ -115,12 +133,14 @@ def _expected_operands(task: Task) -> tuple[Operands, ...]:
         return (Operands(function="_fused_adamw_", counts=task.shape),)
     if task.kind in BATCH_KINDS:
         return (Operands(function="batch", counts=task.shape),)
+    if task.kind in _COMPRESSING:
+        return (Operands(function=_COMPRESSING[task.kind], counts=task.shape),)
     if task.kind is TaskKind.ATTENTION and task.phase is not Phase.BACKWARD:
         return (Operands(function="edge_attention", counts=task.shape[3:5]),)
     return ()
 
 
-def _expected_operators(task: Task) -> list[Expected] | list[ExpectedOperand]:
+def _expected_operators(task: Task) -> Sequence[Expected | ExpectedOperand]:
     backward = task.phase is Phase.BACKWARD
     match task.kind:
         case TaskKind.LINEAR | TaskKind.INPUT_LINEAR | TaskKind.PROJECTION | TaskKind.SPARSE_LINEAR:
@@ -131,6 +151,10 @@ def _expected_operators(task: Task) -> list[Expected] | list[ExpectedOperand]:
             return _packing(task)
         case TaskKind.TARGET_ROWS:
             return _target_rows(task)
+        case TaskKind.COPY_ROWS:
+            return [_copied_rows(*task.shape)]
+        case TaskKind.MERGE:
+            return _merging(task)
         case TaskKind.LAYER_NORM:
             return [
                 _aten("native_layer_norm_backward" if backward else "native_layer_norm", task.shape, dtype=task.dtype)
@@ -162,6 +186,15 @@ def _expected_operators(task: Task) -> list[Expected] | list[ExpectedOperand]:
         case TaskKind.CLIP:
             elements = task.shape[:1]
             return [_aten("linalg_vector_norm", elements, dtype=task.dtype), _aten("mul_", elements, dtype=task.dtype)]
+        case TaskKind.GRADIENT_CAST:
+            return [_aten("copy_", task.shape, task.shape)]
+        case TaskKind.TOP_K_SELECT:
+            num_elements, kept = task.shape
+            return [Expected(names=("aten::topk",), dims=((num_elements,),), type="float", numbers=((1, str(kept)),))]
+        case TaskKind.LOW_RANK_ORTHOGONALISE:
+            return [_aten(name) for name in ("linalg_qr", "mm", "addmm") for _ in range(task.shape[1])]
+        case TaskKind.LOW_RANK_PROJECT | TaskKind.LOW_RANK_RESTORE:
+            return [_aten("mm") for _ in range(task.shape[1])]
         case TaskKind.OPTIMIZER:
             # The buffer of gradients holds the loss too.
             return [_aten("_fused_adamw_"), _aten("zero_", (task.shape[0] + 1,), dtype=task.dtype)]
@@ -213,12 +246,14 @@ def _target_rows(task: Task) -> list[Expected]:
 def _packing(task: Task) -> list[Expected]:
     rows, others, columns = task.shape
     if task.kind is TaskKind.HALO_PACK:
+        # Own rows that stay where they are have no count: to select from them, or to add to them in place.
+        own = (rows or ANY, columns)
         if task.phase is Phase.BACKWARD:
-            return [_aten("index_add", (rows, columns), (), (others,), (others, columns), dtype=task.dtype)]
-        return [
-            _aten("index_select", (rows, columns), (), (others,), dtype=task.dtype),
-            _aten("copy_", (rows, columns), (rows, columns), dtype=task.dtype),
-        ]
+            names = ("aten::index_add",) if rows else ("aten::index_add_", "aten::index_add")
+            dims = (own, (), (others,), (others, columns))
+            return [Expected(names=names, dims=dims, type=TYPES[task.dtype])]
+        selected = _aten("index_select", own, (), (others,), dtype=task.dtype)
+        return [selected, _aten("copy_", own, own, dtype=task.dtype)] if rows else [selected]
     if task.phase is not Phase.BACKWARD:
         return [
             _aten("copy_", (rows, columns), (rows, columns), dtype=task.dtype),
@@ -227,6 +262,22 @@ def _packing(task: Task) -> list[Expected]:
     # A view of the first rows, which is no operator at all where they are all there are.
     taken = Expected(names=("aten::slice",), dims=((others, columns),), numbers=((3, str(rows)),))
     return [taken] if others > rows else []
+
+
+def _copied_rows(rows: int, columns: int) -> ExpectedOperand:
+    """Return the operand of a copy; queries apart from keys and values have a third of the columns."""
+    thirds = ((rows, columns // 3),) if columns % 3 == 0 else ()
+    return ExpectedOperand(sizes=((rows, columns), *thirds))
+
+
+def _merging(task: Task) -> list[Expected]:
+    rows, merged, heads, head_size = task.shape
+    part, weights = (merged, heads, head_size), (merged, heads, 1)
+    others = (rows - merged, heads, head_size)
+    copied = _aten("copy_", others, others, dtype=task.dtype)
+    if task.phase is Phase.BACKWARD:
+        return [copied, _aten("mul", weights, part), _aten("mul", weights, part)]
+    return [copied, _aten("mul", weights, part), _aten("addcmul", part, weights, part)]
 
 
 def _aten(name: str, *dims: tuple[int, ...], dtype: Dtype | None = None) -> Expected:

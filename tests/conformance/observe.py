@@ -22,17 +22,22 @@ import torch
 import torch.distributed as dist
 
 import executor.batches
+import executor.compression
 import executor.exchange
 import executor.operations
+import executor.reduction
 from executor.attention.graph import EdgeGraph
+from executor.compression import Factors
 from executor.record import kernel_times, profiled_events
 from executor.sampling.neighbourhood import Neighbourhood
 from executor.train import Trainer
 from simulator.readers.graphs import Graph
+from simulator.specs.plan import Exchange
 from simulator.specs.program import MAX_SHORT_EDGES
 
 TASK_PREFIX = "task/"
 _PROBE_PREFIX = "probe/"
+_OF_FACTORS = ("project", "orthogonalise", "restore")
 
 # Sizes of an operator's arguments: a tuple of counts for a tensor, of such tuples for a list of tensors.
 Dims: TypeAlias = tuple[Any, ...]
@@ -75,9 +80,10 @@ class Operands:
     """What the profiler does not tell of an operator's operands.
 
     Attributes:
-        function: "mm" with a sparse operand, "_fused_adamw_", "edge_attention" or "batch".
+        function: "mm" with a sparse operand, "_fused_adamw_", "edge_attention", "batch" or what compresses a bucket.
         counts: entries of the sparse operand; elements and tensors of the parameters; edges of long targets and edges
-            of long sources; nodes or seeds, rows, edges and numbers of features that a batch is made of.
+            of long sources; nodes or seeds, rows, edges and numbers of features that a batch is made of; the shape of a
+            compression.
     """
 
     function: str
@@ -194,7 +200,7 @@ class _Ranges:
 
 
 def _tasks(ranges: _Ranges, inside: dict[int | None, list[Event]], probes: Sequence[Probe]) -> Iterator[ObservedTask]:
-    """Yield the tasks; a backward task that was interrupted by a layer's recomputation is one task."""
+    """Yield the tasks; a backward task that was interrupted, by a recomputation or a reduction, is one task."""
     for name, indices in _whole_tasks([event["name"].removeprefix(TASK_PREFIX) for event in ranges.events]):
         found = list(itertools.chain.from_iterable(inside[index] for index in indices))
         seen = [
@@ -211,21 +217,27 @@ def _tasks(ranges: _Ranges, inside: dict[int | None, list[Event]], probes: Seque
 
 
 def _whole_tasks(names: Sequence[str]) -> list[tuple[str, list[int]]]:
-    """Return the name of each task and the indices of its ranges, two if recomputed tasks came in between."""
+    """Return the name of each task and the indices of its ranges, several if others came in between."""
     found: list[tuple[str, list[int]]] = []
-    resumable: list[int] | None = None
+    current: list[int] | None = None
+    was_interrupted = False
     for index, name in enumerate(names):
-        if name.endswith(".recompute"):
-            if found and not found[-1][0].endswith(".recompute"):
-                resumable = found[-1][1]
+        if _interrupts(name):
             found.append((name, [index]))
-        elif resumable is not None and names[resumable[0]] == name:
-            resumable.append(index)
-            resumable = None
+            was_interrupted = True
+        elif was_interrupted and current is not None and names[current[0]] == name:
+            current.append(index)
+            was_interrupted = False
         else:
-            found.append((name, [index]))
-            resumable = None
+            current = [index]
+            found.append((name, current))
+            was_interrupted = False
     return found
+
+
+def _interrupts(name: str) -> bool:
+    """Return whether a task may run in the midst of another one."""
+    return name.endswith(".recompute") or name.startswith("gradients.")
 
 
 def _operators(events: Sequence[Event]) -> Iterator[Operator]:
@@ -288,17 +300,22 @@ def _probes() -> Iterator[list[Probe]]:
     """Look at each call of a collective and of what the profiler does not tell all; give the list that they fill."""
     found: list[Probe] = []
     with contextlib.ExitStack() as stack:
-        for module, name, look in (
+        looks: tuple[tuple[Any, str, Callable[..., Probe | None]], ...] = (
             (dist, "all_to_all_single", _all_to_all_call),
             (dist, "all_reduce", _all_reduce_call),
             (executor.exchange, "all_gather_single", functools.partial(_call_with_output, "all_gather")),
             (executor.exchange, "reduce_scatter_single", functools.partial(_call_with_output, "reduce_scatter")),
+            (executor.reduction, "all_gather_single", functools.partial(_call_with_output, "all_gather")),
+            (executor.compression, "select_entries", _selection),
+            (executor.compression, "sum_entries", _entries),
+            *((executor.compression, name, functools.partial(_factors, name)) for name in _OF_FACTORS),
             (torch, "mm", _sparse_operand),
             (torch, "_fused_adamw_", _parameters),
             (executor.operations, "edge_attention", _edges_of_long_rows),
             (executor.batches, "build_rank_data", _batch_of_parts),
             (executor.batches, "build_sampled_data", _batch_of_samples),
-        ):
+        )
+        for module, name, look in looks:
             stack.enter_context(mock.patch.object(module, name, _probed(getattr(module, name), look, found)))
         yield found
 
@@ -353,6 +370,21 @@ def _parameters(parameters: Sequence[torch.Tensor], *_: Any, **__: Any) -> Opera
     return Operands(function="_fused_adamw_", counts=(elements, len(parameters)))
 
 
+def _selection(gradient: torch.Tensor, residual: torch.Tensor, message: torch.Tensor, num_kept: int) -> Operands:
+    del residual, message
+    return Operands(function="select_entries", counts=(gradient.numel(), num_kept))
+
+
+def _entries(gradient: torch.Tensor, messages: Sequence[torch.Tensor], num_kept: int) -> Operands:
+    return Operands(function="sum_entries", counts=(gradient.numel(), num_kept, len(messages)))
+
+
+def _factors(name: str, factors: Factors, *_: Any) -> Operands:
+    elements = sum(matrix.numel() for matrix in factors.matrices)
+    (matrix_rank,) = {right.shape[1] for right in factors.rights}
+    return Operands(function=name, counts=(elements, len(factors.rights), matrix_rank))
+
+
 def _edges_of_long_rows(*arguments: Any, **_: Any) -> Operands:
     graph: EdgeGraph = arguments[3]
     degrees = (np.diff(graph.indptr_N1.cpu().numpy()), np.unique(graph.source_E.cpu().numpy(), return_counts=True)[1])
@@ -363,11 +395,16 @@ def _edges_of_long_rows(*arguments: Any, **_: Any) -> Operands:
 def _batch_of_parts(
     graph: Graph, encodings: np.ndarray | None, owner_N: np.ndarray, *, graph_rank: int, **named: Any
 ) -> Operands:
-    mine_N, inside_N = owner_N == graph_rank, named.get("inside_N")
-    is_kept_E = mine_N[graph.target_E] & (owner_N[graph.source_E] >= 0)
+    mine_N, inside_N, exchanges = owner_N == graph_rank, named.get("inside_N"), named["exchanges"]
+    is_kept_E = owner_N[graph.source_E] >= 0
     if inside_N is not None:
         is_kept_E &= inside_N[graph.target_E] == inside_N[graph.source_E]
-    counts = (len(owner_N), int(mine_N.sum()), int(is_kept_E.sum()), _num_features(graph, encodings, mine_N))
+    edges = 0
+    if exchanges != {Exchange.HEAD_ALL_TO_ALL}:
+        edges += int((is_kept_E & mine_N[graph.target_E]).sum())
+    if Exchange.HEAD_ALL_TO_ALL in exchanges:
+        edges += int((is_kept_E & (owner_N[graph.target_E] >= 0)).sum())
+    counts = (len(owner_N), int(mine_N.sum()), edges, _num_features(graph, encodings, mine_N))
     return Operands(function="batch", counts=counts)
 
 

@@ -2,15 +2,17 @@
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import pytest
 
+from simulator.specs.gradients import GradientCompression
 from simulator.specs.plan import Recompute
 from simulator.specs.program import Task, TaskKind
 from simulator.specs.units import Dtype
 from simulator.workload import lower
-from tests.conformance.cases import TRAIN, Prepared, cluster_of
+from tests.conformance.cases import POWER_SGD, TOP_K, TRAIN, Prepared, cluster_of
 from tests.conformance.check import check_conformance, check_named_time
 from tests.conformance.observe import Operator
 
@@ -74,6 +76,7 @@ def twice(name: str) -> Callable[[Prepared], Tasks]:
 
 
 EVERYTHING = "mixed exchanges, everything"
+BESIDE = "buckets beside the backward pass, everything"
 MUTATIONS: dict[str, tuple[str, Callable[[Prepared], Tasks], str]] = {
     "a dropped collective": (
         EVERYTHING,
@@ -136,6 +139,46 @@ MUTATIONS: dict[str, tuple[str, Callable[[Prepared], Tasks], str]] = {
         EVERYTHING,
         with_swapped("gradients.bucket0", "gradients.bucket1"),
         "order of collectives: gradients.bucket1 is lowered where gradients.bucket0 ran",
+    ),
+    "a bucket that begins too late": (
+        BESIDE,
+        with_swapped("gradients.bucket2", "layer2.attention_output.backward"),
+        "layer2.attention_output.backward is lowered where gradients.bucket2 ran",
+    ),
+    "buckets that begin behind the backward pass": (
+        BESIDE,
+        lambda prepared: lowered_with(prepared, overlap_gradients=False),
+        "order of",
+    ),
+    "gradients that travel as they are": (
+        "gradients in bf16",
+        lambda prepared: lowered_with(prepared, gradient_compression=GradientCompression()),
+        "gradients.bucket0.compress: lowered 0 times, but ran 1 times",
+    ),
+    "a loss that is rounded": (
+        "gradients in bf16",
+        without("gradients.loss"),
+        "gradients.loss: lowered 0 times, but ran 1 times",
+    ),
+    "more entries of top-k": (
+        "top-k",
+        lambda prepared: lowered_with(prepared, gradient_compression=replace(TOP_K, kept_ratio=0.2)),
+        "bytes, but sent",
+    ),
+    "another number of ranks whose entries are added": (
+        "top-k",
+        with_changed("gradients.bucket0.decompress", shape=(1, 2, 3)),
+        "gradients.bucket0.decompress (1, 2, 3): should have had",
+    ),
+    "thinner factors": (
+        "PowerSGD",
+        lambda prepared: lowered_with(prepared, gradient_compression=replace(POWER_SGD, matrix_rank=1)),
+        "gradients.bucket0.compress (",
+    ),
+    "a second collective of a bucket behind the next bucket's first": (
+        "PowerSGD beside the backward pass",
+        with_swapped("gradients.bucket0.right", "gradients.bucket1"),
+        "order of",
     ),
     "tasks in another order": (
         "full graph",

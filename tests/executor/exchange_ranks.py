@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in __all__
 
-from executor.exchange import ExchangeLayout, exchange_rows
+from executor.exchange import ExchangeLayout, RowExchange, exchange_rows
 from executor.launch import launch
 from executor.mesh import Place, joined_mesh
 from executor.record import Recorder
@@ -109,7 +109,10 @@ def _exchange(ranks: tuple[RankRows, ...], exchange: Exchange, dtype: torch.dtyp
     own = torch.cat([nodes, 10 * nodes], dim=1).requires_grad_()
     recorder = Recorder()
     recorder.start()
-    rows = exchange_rows(own, exchange, layout, recorder=recorder, layer="layer0")
+    rows = exchange_rows(
+        own,
+        RowExchange(exchange=exchange, layout=layout, recorder=recorder, layer="layer0", dtype=dtype, wire=dtype),
+    )
     weights = 100 * (place.rank + 1) + torch.arange(len(rows)).unsqueeze(1)
     (rows * weights.to(dtype)).sum().backward()
     assert own.grad is not None

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,10 +15,11 @@ from executor.train import Inputs
 from planner.neighbourhoods import expected_batches
 from simulator.readers.graphs import Graph
 from simulator.readers.orders import order_sha256
+from simulator.specs.gradients import CompressionKind, GradientCompression
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import EdgeBias, ModelSpec
 from simulator.specs.order import NodeOrder, OrderSpec
-from simulator.specs.plan import Exchange, Plan, Recompute, SampledBatches, batch_parts
+from simulator.specs.plan import Exchange, ExchangePayload, Plan, Recompute, SampledBatches, batch_parts
 from simulator.specs.sampling import NeighbourKind, NeighbourSpec
 from simulator.specs.train import TrainSpec
 from simulator.specs.units import MIB, Dtype
@@ -27,8 +29,12 @@ from tests.executor.made_graphs import CUTS, GRAPHS, partition_of, spec_of
 
 NUM_STEPS = 20
 MOST_RANKS = 4
-NONE, HALO, ALL_GATHER = Exchange
+NONE, HALO, ALL_GATHER, HEADS = Exchange
+ROWS = ExchangePayload.ROWS
 KEEP, AGAIN = Recompute
+AS_THEY_ARE = GradientCompression()
+IN_BF16 = GradientCompression(kind=CompressionKind.BF16)
+ALL_ENTRIES = GradientCompression(kind=CompressionKind.TOP_K, kept_ratio=1.0)
 SMALL_BUCKETS = 1024  # bytes; the model's gradients fill about ten of them
 
 
@@ -43,6 +49,8 @@ class ParityCase:
         parts_per_batch: 0 for one part a rank of the graph group.
         extras: dropout, edge bias and encodings are in the model.
         ordered: ranks hold their nodes in another order than the graph has them.
+        overlaps, payload, wire, chunk_bytes: how rows travel, as in the plan.
+        num_heads: of the model.
         between_edges: edges between the parts of a batch are kept.
         fan_outs: of sampled neighbourhoods; empty for batches of parts.
         seeds_per_batch: of a replica, where neighbourhoods are sampled.
@@ -59,8 +67,15 @@ class ParityCase:
     recompute: tuple[Recompute, Recompute] = (KEEP, KEEP)
     precision: Dtype = Dtype.FLOAT32
     gradient_bucket_bytes: int = 25 * MIB
+    overlap_gradients: bool = False
+    gradient_compression: GradientCompression = AS_THEY_ARE
     extras: bool = False
     ordered: bool = False
+    overlaps: bool = False
+    payload: ExchangePayload = ExchangePayload.KEYS_AND_VALUES
+    wire: Dtype | None = None
+    chunk_bytes: int | None = None
+    num_heads: int = 2
     between_edges: bool = True
     fan_outs: tuple[int, ...] = ()
     seeds_per_batch: int = 0
@@ -87,7 +102,7 @@ class ParityCase:
         """The model."""
         return ModelSpec(
             width=16,
-            num_heads=2,
+            num_heads=self.num_heads,
             num_layers=2,
             feed_forward_width=24,
             dropout_ratio=0.3 if self.extras else 0.0,
@@ -125,7 +140,13 @@ class ParityCase:
             recompute=self.recompute,
             precision=self.precision,
             gradient_bucket_bytes=self.gradient_bucket_bytes,
+            overlap_gradients=self.overlap_gradients,
+            gradient_compression=self.gradient_compression,
             order=self.order,
+            overlap_exchange=self.overlaps,
+            exchange_payload=self.payload,
+            exchange_precision=self.wire,
+            exchange_chunk_bytes=self.chunk_bytes,
             between_edges=self.between_edges,
             sampled=self._sampled,
             keep_batches=self.keep_batches,
@@ -269,6 +290,43 @@ def _graph_parallel(ranks: int) -> dict[str, ParityCase]:
     }
 
 
+# Three ranks share heads and rows less evenly than two, so they try all.
+ON_TWO_RANKS = ("halo of rows", "halo of rows, overlapped", "halo, overlapped", "heads, all extras", "one head")
+
+
+def _exchange_choices(ranks: int) -> dict[str, ParityCase]:
+    """Return every exchange with every way in which rows travel."""
+    extras: dict[str, Any] = {"extras": True, "recompute": (KEEP, AGAIN)}
+    found: dict[str, ParityCase] = {}
+    for name, exchange in {"halo": HALO, "all-gather": ALL_GATHER}.items():
+        plain = ParityCase(graph_parallel_degree=ranks, exchange=(exchange, exchange))
+        found |= {
+            f"{name} of rows": replace(plain, payload=ROWS, **extras),
+            f"{name}, overlapped": replace(plain, overlaps=True),
+            f"{name} of rows, overlapped": replace(plain, payload=ROWS, overlaps=True, **extras),
+            f"{name}, chunks": replace(plain, chunk_bytes=1000, graph_name="sparse", **extras),
+            f"{name} of rows, overlapped, chunks": replace(
+                plain, payload=ROWS, overlaps=True, chunk_bytes=300, ordered=True, **extras
+            ),
+            f"{name}, overlapped, a part without edges": replace(plain, overlaps=True, cut="lonely last"),
+            f"{name} of rows, overlapped, no edges": replace(plain, payload=ROWS, overlaps=True, graph_name="edgeless"),
+        }
+    heads = ParityCase(graph_parallel_degree=ranks, exchange=(HEADS, HEADS), num_heads=4)
+    return found | {
+        "heads": heads,
+        "heads, all extras": replace(heads, ordered=True, **extras),
+        "heads, chunks": replace(heads, chunk_bytes=2000, graph_name="sparse", **extras),
+        "heads, a part without edges": replace(heads, cut="lonely last"),
+        "heads, no edges": replace(heads, graph_name="edgeless"),
+        "one head": replace(heads, num_heads=1, **extras),
+        "heads and halo, overlapped": replace(heads, exchange=(HEADS, HALO), overlaps=True, payload=ROWS, **extras),
+        "heads, clusters": replace(heads, num_parts=2 * ranks + 1, **extras),
+        "halo and all-gather, overlapped, clusters": replace(
+            heads, exchange=(HALO, ALL_GATHER), overlaps=True, num_parts=2 * ranks + 1, chunk_bytes=1000, **extras
+        ),
+    }
+
+
 def _data_parallel(ranks: int) -> dict[str, ParityCase]:
     return {
         "one part each": ParityCase(data_parallel_degree=ranks, num_parts=2 * ranks + 1, cut="lonely last"),
@@ -323,6 +381,8 @@ def _several_ranks() -> dict[str, ParityCase]:
     for ranks in (2, 3):
         found |= {f"{ranks} graph ranks, {name}": case for name, case in _graph_parallel(ranks).items()}
         found |= {f"{ranks} replicas, {name}": case for name, case in _data_parallel(ranks).items()}
+    found |= {f"3 graph ranks, {name}": case for name, case in _exchange_choices(3).items()}
+    found |= {f"2 graph ranks, {name}": case for name, case in _exchange_choices(2).items() if name in ON_TWO_RANKS}
     tiny = ParityCase(graph_name="two nodes", cut="by node", graph_parallel_degree=3)
     return found | {
         "3 graph ranks on two nodes, halo": replace(tiny, exchange=(HALO, HALO)),
@@ -338,12 +398,118 @@ def _several_ranks() -> dict[str, ParityCase]:
             gradient_bucket_bytes=SMALL_BUCKETS,
         ),
         "4 graph ranks": ParityCase(graph_parallel_degree=4, exchange=(ALL_GATHER, HALO), graph_name="sparse"),
+        "3 graph ranks on two nodes, overlapped": replace(
+            tiny, exchange=(HALO, ALL_GATHER), overlaps=True, extras=True
+        ),
+        "3 graph ranks on two nodes, heads": replace(tiny, exchange=(HEADS, HEADS), extras=True),
+        "2 replicas of 2 graph ranks, overlapped": ParityCase(
+            data_parallel_degree=2,
+            graph_parallel_degree=2,
+            num_parts=5,
+            exchange=(HALO, ALL_GATHER),
+            recompute=(KEEP, AGAIN),
+            overlaps=True,
+            payload=ROWS,
+            extras=True,
+        ),
+        "2 replicas of 2 graph ranks, heads": ParityCase(
+            data_parallel_degree=2, graph_parallel_degree=2, num_parts=4, exchange=(HEADS, HEADS), num_heads=1
+        ),
+        "4 graph ranks, overlapped": ParityCase(
+            graph_parallel_degree=4, exchange=(HALO, HALO), overlaps=True, recompute=(AGAIN, AGAIN), extras=True
+        ),
+        "4 graph ranks, heads": ParityCase(graph_parallel_degree=4, exchange=(HEADS, HEADS), extras=True),
+    }
+
+
+def _beside_the_backward_pass() -> dict[str, ParityCase]:
+    halo = ParityCase(
+        graph_parallel_degree=2, exchange=(HALO, HALO), overlap_gradients=True, gradient_bucket_bytes=SMALL_BUCKETS
+    )
+    both = replace(halo, data_parallel_degree=2, num_parts=5, exchange=(ALL_GATHER, HALO), extras=True)
+    return {
+        "2 graph ranks, buckets beside": halo,
+        "2 graph ranks, one bucket beside": replace(halo, gradient_bucket_bytes=25 * MIB),
+        "2 graph ranks, buckets beside, sparse, all extras": replace(
+            halo, graph_name="sparse", extras=True, recompute=(AGAIN, AGAIN), exchange=(HALO, ALL_GATHER)
+        ),
+        "3 graph ranks on two nodes, buckets beside": replace(
+            halo, graph_name="two nodes", cut="by node", graph_parallel_degree=3
+        ),
+        "3 replicas, buckets beside": ParityCase(
+            data_parallel_degree=3,
+            num_parts=7,
+            cut="lonely last",
+            extras=True,
+            recompute=(KEEP, AGAIN),
+            gradient_bucket_bytes=SMALL_BUCKETS,
+            overlap_gradients=True,
+        ),
+        "2 replicas of 2 graph ranks, buckets beside": replace(both, recompute=(AGAIN, KEEP)),
+        "2 graph ranks, all entries": replace(halo, overlap_gradients=False, gradient_compression=ALL_ENTRIES),
+        "2 replicas of 2 graph ranks, all entries beside": replace(both, gradient_compression=ALL_ENTRIES),
+    }
+
+
+def _loaded_and_beside() -> dict[str, ParityCase]:
+    """Return batches made for a step whose exchanges, or reductions of gradients, go on beside other work."""
+    buckets: dict[str, Any] = {"overlap_gradients": True, "gradient_bucket_bytes": SMALL_BUCKETS}
+    shared = ParityCase(graph_parallel_degree=2, num_parts=5, extras=True, recompute=(KEEP, AGAIN), prefetch_batches=2)
+    sampled = ParityCase(data_parallel_degree=2, num_parts=2, fan_outs=(3, 2), seeds_per_batch=5, **buckets)
+    return {
+        "2 replicas of 2 graph ranks, overlapped of rows, made ahead, buckets beside": replace(
+            shared,
+            data_parallel_degree=2,
+            exchange=(HALO, ALL_GATHER),
+            overlaps=True,
+            payload=ROWS,
+            chunk_bytes=300,
+            **buckets,
+        ),
+        "2 graph ranks, heads and halo, overlapped, made ahead": replace(
+            shared, exchange=(HEADS, HALO), overlaps=True, graph_name="sparse", cut="lonely last", ordered=True
+        ),
+        "2 replicas, one part each, kept, buckets beside": ParityCase(
+            data_parallel_degree=2, num_parts=6, keep_batches=True, extras=True, **buckets
+        ),
+        "3 replicas, edges between parts dropped, all entries beside": ParityCase(
+            data_parallel_degree=3,
+            num_parts=7,
+            parts_per_batch=2,
+            between_edges=False,
+            prefetch_batches=1,
+            gradient_compression=ALL_ENTRIES,
+            **buckets,
+        ),
+        "2 replicas, sampled, buckets beside": replace(sampled, extras=True, recompute=(AGAIN, KEEP)),
+        "4 replicas, sampled, more than seeds, buckets beside": replace(
+            sampled, data_parallel_degree=4, num_parts=4, graph_name="two nodes", cut="by node", prefetch_batches=1
+        ),
     }
 
 
 def _bfloat16() -> dict[str, ParityCase]:
     half = Dtype.BFLOAT16
     return {
+        "2 replicas, sampled, gradients in bf16 beside": ParityCase(
+            data_parallel_degree=2,
+            num_parts=2,
+            fan_outs=(3, 2),
+            seeds_per_batch=20,
+            extras=True,
+            gradient_bucket_bytes=SMALL_BUCKETS,
+            overlap_gradients=True,
+            gradient_compression=IN_BF16,
+        ),
+        "2 graph ranks, exchange in bf16, overlapped, clusters made ahead": ParityCase(
+            graph_parallel_degree=2,
+            num_parts=5,
+            exchange=(HALO, ALL_GATHER),
+            wire=half,
+            overlaps=True,
+            prefetch_batches=1,
+            extras=True,
+        ),
         "full graph, bf16": ParityCase(precision=half, extras=True),
         "2 graph ranks, bf16": ParityCase(
             graph_parallel_degree=2, exchange=(HALO, ALL_GATHER), precision=half, recompute=(AGAIN, KEEP)
@@ -351,10 +517,71 @@ def _bfloat16() -> dict[str, ParityCase]:
         "2 replicas, sampled, bf16": ParityCase(
             data_parallel_degree=2, num_parts=2, fan_outs=(3, 2), seeds_per_batch=20, precision=half, extras=True
         ),
+        "3 graph ranks, overlapped, bf16": ParityCase(
+            graph_parallel_degree=3, exchange=(HALO, ALL_GATHER), overlaps=True, precision=half, extras=True
+        ),
+        "3 graph ranks, heads, bf16": ParityCase(
+            graph_parallel_degree=3, exchange=(HEADS, HEADS), precision=half, payload=ExchangePayload.KEYS_AND_VALUES
+        ),
+        **{
+            f"3 graph ranks, exchange in bf16, {name}": ParityCase(
+                graph_parallel_degree=3, exchange=exchange, wire=half, recompute=(AGAIN, KEEP), **choices
+            )
+            for name, exchange, choices in (
+                ("halo and all-gather", (HALO, ALL_GATHER), {}),
+                ("halo and all-gather of rows", (HALO, ALL_GATHER), {"payload": ROWS, "chunk_bytes": 300}),
+                ("overlapped", (HALO, ALL_GATHER), {"overlaps": True, "chunk_bytes": 600}),
+                ("of rows, overlapped", (HALO, ALL_GATHER), {"overlaps": True, "payload": ROWS}),
+                ("heads", (HEADS, HEADS), {}),
+            )
+        },
         "2 replicas, bf16": ParityCase(graph_name="sparse", data_parallel_degree=2, num_parts=5, precision=half),
+        "2 graph ranks, bf16, buckets beside": ParityCase(
+            graph_parallel_degree=2,
+            exchange=(HALO, ALL_GATHER),
+            precision=half,
+            recompute=(AGAIN, KEEP),
+            gradient_bucket_bytes=SMALL_BUCKETS,
+            overlap_gradients=True,
+        ),
+        "2 graph ranks, gradients in bf16": ParityCase(
+            graph_parallel_degree=2, exchange=(HALO, HALO), gradient_compression=IN_BF16
+        ),
+        "2 replicas of 2 graph ranks, gradients in bf16 beside": ParityCase(
+            data_parallel_degree=2,
+            graph_parallel_degree=2,
+            num_parts=5,
+            exchange=(HALO, ALL_GATHER),
+            extras=True,
+            gradient_bucket_bytes=SMALL_BUCKETS,
+            overlap_gradients=True,
+            gradient_compression=IN_BF16,
+        ),
     }
 
 
-EXACT_CASES = {**_one_rank(), **_several_ranks()}
+def _lossy() -> dict[str, ParityCase]:
+    """Return plans whose gradients lose what the next steps send."""
+    both = ParityCase(
+        data_parallel_degree=2,
+        graph_parallel_degree=2,
+        num_parts=4,
+        exchange=(HALO, ALL_GATHER),
+        gradient_bucket_bytes=SMALL_BUCKETS,
+        overlap_gradients=True,
+    )
+    top_k = GradientCompression(kind=CompressionKind.TOP_K, kept_ratio=0.2)
+    power_sgd = GradientCompression(kind=CompressionKind.POWER_SGD, matrix_rank=2)
+    return {
+        "2 replicas of 2 graph ranks, top-k beside": replace(both, gradient_compression=top_k),
+        "2 replicas of 2 graph ranks, PowerSGD beside": replace(both, gradient_compression=power_sgd),
+        "2 graph ranks, PowerSGD": ParityCase(
+            graph_parallel_degree=2, exchange=(HALO, HALO), gradient_compression=power_sgd
+        ),
+    }
+
+
+EXACT_CASES = {**_one_rank(), **_several_ranks(), **_beside_the_backward_pass(), **_loaded_and_beside()}
 ROUNDED_CASES = _bfloat16()
-CASES = {**EXACT_CASES, **ROUNDED_CASES}
+LOSSY_CASES = _lossy()
+CASES = {**EXACT_CASES, **ROUNDED_CASES, **LOSSY_CASES}

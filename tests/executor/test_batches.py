@@ -3,6 +3,7 @@
 Batches of parts are in `test_train.py`; the losses and gradients of both in `test_parity.py`.
 """
 
+import contextlib
 import json
 import threading
 from dataclasses import replace
@@ -36,6 +37,8 @@ from tests.made import made_cluster, made_model
 from tests.plans import plan_file_of
 from tests.small_graphs import graph_of
 
+MODEL = made_model()
+
 
 def sampled_plan(graph: Graph, *, replicas: int, seeds_per_batch: int, fan_outs: tuple[int, ...] = (2, 3)) -> Plan:
     """Return a plan of sampled batches on a graph that is one part."""
@@ -51,9 +54,10 @@ def sampled_plan(graph: Graph, *, replicas: int, seeds_per_batch: int, fan_outs:
     )
 
 
-def batches_of(plan: Plan, graph: Graph, *, seed: int = 3) -> list[Batches]:
-    """Return the batches of each rank."""
-    inputs = Inputs(graph=graph, part_N=np.zeros(graph.num_nodes, np.int64), encodings=None)
+def batches_of(plan: Plan, graph: Graph, *, seed: int = 3, part_N: np.ndarray | None = None) -> list[Batches]:
+    """Return the batches of each rank; the graph is one part unless `part_N` tells others."""
+    part_N = np.zeros(graph.num_nodes, np.int64) if part_N is None else part_N
+    inputs = Inputs(graph=graph, part_N=part_N, encodings=None)
     found = []
     for rank in range(plan.num_ranks):
         place = Place(
@@ -65,7 +69,7 @@ def batches_of(plan: Plan, graph: Graph, *, seed: int = 3) -> list[Batches]:
             world=None,
             device=torch.device("cpu"),
         )
-        found.append(Batches(plan, inputs, place, degree_buckets=False, dtype=torch.float32, seed=seed))
+        found.append(Batches(plan, inputs, place, MODEL, dtype=torch.float32, seed=seed))
     return found
 
 
@@ -140,11 +144,36 @@ def test_seeds_come_in_another_order_in_each_epoch_and_under_each_seed():
     assert first_seeds(1, 1) == first_seeds(1, 1)
 
 
+@pytest.mark.parametrize(
+    ("fields", "is_for_one_step"),
+    [({"keep_batches": True}, False), ({}, True), ({"parts_per_batch": 2, "prefetch_batches": 1}, True)],
+)
+def test_edges_of_clusters_are_for_one_step_unless_they_are_kept(fields, is_for_one_step):
+    graph = awkward_graph()
+    part_N = np.arange(graph.num_nodes) % 4
+    plan = sampled_plan(graph, replicas=1, seeds_per_batch=1)
+    clusters = replace(plan, sampled=None, partition=partition_of(graph, part_N, 4), **fields)
+    (rank,) = batches_of(clusters, graph, part_N=part_N)
+    with contextlib.closing(rank):
+        edges = rank.of_step(1).all_edges
+        assert {each.is_sampled for each in edges} == {is_for_one_step}
+        assert {each.transpose.is_sampled for each in edges} == {is_for_one_step}
+        # The whole graph is evaluated many times.
+        assert {each.is_sampled for each in rank.whole_graph().all_edges} == {False}
+
+
+def test_edges_of_samples_are_for_one_step():
+    graph = awkward_graph()
+    (rank,) = batches_of(sampled_plan(graph, replicas=1, seeds_per_batch=5), graph)
+    edges = rank.of_step(0).all_edges
+    assert [each.is_sampled for each in edges] == [True, True]
+
+
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_exact_works_count_what_the_ranks_batches_hold(replicas):
     graph = awkward_graph()
     plan = sampled_plan(graph, replicas=replicas, seeds_per_batch=9, fan_outs=(40, 2))
-    works = sampled_works(plan, batches_of(plan, graph)[0]._inputs, step=2, seed=3)
+    works = sampled_works(plan, MODEL, batches_of(plan, graph)[0]._inputs, step=2, seed=3)
     for rank, work in zip(batches_of(plan, graph), works, strict=True):
         data = rank.of_step(2)
         assert (work.num_rows, work.num_train_rows) == (len(data.node_N), len(data.train_row_T))

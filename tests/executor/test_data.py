@@ -92,6 +92,32 @@ def test_what_a_rank_sends_is_what_the_receiver_has_as_halo_in_the_same_order(ca
             assert sending.rows_to[receiver] == receiving.rows_from[sender]
 
 
+@given(owned_graphs(), st.integers(1, 4))
+def test_rows_of_one_message_lie_together_and_are_received_in_the_order_of_sending(case, each):
+    edges, owner_N, num_ranks, order_N = case
+    graph = graph_of(edges, len(owner_N))
+    whole = all_local_edges(case)
+    cut = [
+        local_edges(graph, owner_N, graph_rank=rank, num_ranks=num_ranks, order_N=order_N, rows_per_message=each)
+        for rank in range(num_ranks)
+    ]
+    for rank, local in enumerate(cut):
+        # Message by message, and owner by owner: `each` rows of each owner's halo at a time.
+        by_owner = [[n for n in whole[rank].halo_M.tolist() if owner_N[n] == other] for other in range(num_ranks)]
+        most = max(map(len, by_owner))
+        assert local.halo_M.tolist() == [
+            node for first in range(0, most, each) for nodes in by_owner for node in nodes[first : first + each]
+        ]
+        for other, receiving in enumerate(cut):
+            sent = [
+                node
+                for node in local.node_N[local.send_row_S].tolist()
+                if node in set(receiving.halo_M.tolist()) and owner_N[node] == rank
+            ]
+            if num_ranks == 2 and other != rank:
+                assert sent == receiving.halo_M.tolist()
+
+
 @given(owned_graphs())
 def test_every_rank_knows_the_rows_of_the_largest(case):
     _, owner_N, num_ranks, _ = case
@@ -113,6 +139,8 @@ def test_rows_and_edges_of_a_full_graph_are_those_that_the_simulator_counts(case
         assert work.rows_to == local.rows_to
         assert work.rows_from == local.rows_from
         assert work.max_rows == local.max_rows
+        assert work.group.max_pair_rows == local.max_pair_rows
+        assert work.group.rows_by_rank == tuple(len(other.node_N) for other in locals_by_rank)
 
 
 # --- Tensors.

@@ -5,8 +5,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from executor.exchange import ExchangeLayout, exchange_rows
-from executor.record import Recorder
 from simulator.specs.plan import Exchange
 from simulator.specs.program import Phase, TaskKind
 from tests.executor.exchange_ranks import DTYPES, NUM_RANKS, SCENARIOS, RankRows, Results, run_exchanges
@@ -102,13 +100,3 @@ def test_tasks_of_an_all_gather_count_rows_and_bytes(results):
         (TaskKind.REDUCE_SCATTER, Phase.BACKWARD, (3 * 24,), group),
         (TaskKind.PAD_ROWS, Phase.BACKWARD, (1, 3, 2), ()),
     ]
-
-
-def test_no_exchange_leaves_the_rows_as_they_are():
-    rows = torch.ones(3, 2)
-    none = torch.zeros(0, dtype=torch.int64)
-    layout = ExchangeLayout(send_row_S=none, rows_to=(0,), rows_from=(0,), max_rows=3, group=None)
-    recorder = Recorder()
-    recorder.start()
-    assert exchange_rows(rows, Exchange.NONE, layout, recorder=recorder, layer="layer0") is rows
-    assert recorder.stop() == []

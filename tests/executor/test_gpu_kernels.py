@@ -12,10 +12,12 @@ from torch import Tensor
 from executor.attention.edges import edge_attention
 from executor.attention.graph import EdgeGraph
 from executor.attention.work import WorkList, build_work_list
+from simulator.specs.program import MAX_SHORT_EDGES
 from tests.executor.attention_reference import Case, Heads, Layout, case_of, cases, relative_errors, run_attention
 
 pytest.importorskip("triton", reason="this build of torch comes without Triton")
 gpu = pytest.importorskip("executor.attention.gpu")
+on_kernels = pytest.importorskip("tests.executor.on_kernels")
 
 # The interpreter computes with NumPy also what a mask or a choice leaves out, such as the logarithm of an empty sum.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -30,38 +32,6 @@ HEADS = (
     Heads(2, 2, 128, True),
 )
 BOUNDS = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
-
-
-class _OnKernels(torch.autograd.Function):
-    """Attention by the GPU's code wherever the tensors are; the operators would take the CPU's for these."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        features: Tensor | None,
-        call: tuple[Tensor | None, EdgeGraph, float, float],
-    ) -> tuple[Tensor, Tensor]:
-        out, lse, rest = gpu.forward(q, k, v, bias, features, *call, keep_rest=True)
-        ctx.save_for_backward(q, k, v, bias, features, out, lse, rest)
-        ctx.call = call
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, bias, features, out, lse, rest = ctx.saved_tensors
-        key, *others = ctx.call
-        found = gpu.backward(
-            *gradients,
-            *(q, k, v, bias, features, key, out, lse, rest),
-            *others,
-            bias_gradient=bias is not None,
-            features_gradient=features is not None,
-        )
-        return *found[:3], found[3] if bias is not None else None, found[4] if features is not None else None, None
 
 
 def attend(
@@ -82,9 +52,11 @@ def attend(
 ) -> Any:
     """Attend by the kernels, with rows of four edges long already and rows of six in pieces."""
     assert return_lse
-    sizes = {"max_short_edges": max_short_edges, "max_piece_edges": max_piece_edges}
     transpose = graph.transpose
-    work, transpose_work = (build_work_list(indptr, **sizes) for indptr in (graph.indptr_N1, transpose.indptr_M1))
+    work, transpose_work = (
+        build_work_list(indptr, max_short_edges=max_short_edges, max_piece_edges=max_piece_edges)
+        for indptr in (graph.indptr_N1, transpose.indptr_M1)
+    )
     if wide:
         work, transpose_work = (dataclasses.replace(w, first_I=w.first_I.long()) for w in (work, transpose_work))
         transpose = dataclasses.replace(transpose, position_E=transpose.position_E.long())
@@ -93,7 +65,7 @@ def attend(
     transpose.__dict__["work"] = transpose_work
     scale = q.shape[2] ** -0.5 if scale is None else scale
     call = (dropout_key if dropout > 0 else None, graph, scale, dropout)
-    return _OnKernels.apply(q, k, v, edge_bias, edge_features, call)
+    return on_kernels.OnKernels.apply(q, k, v, edge_bias, edge_features, call)
 
 
 def assert_right(case: Case, dtype: torch.dtype, **options: Any) -> None:
@@ -106,6 +78,17 @@ def assert_right(case: Case, dtype: torch.dtype, **options: Any) -> None:
 @given(case=cases(HEADS, max_edges=40))
 def test_kernels_equal_the_reference(dtype, case):
     assert_right(case, dtype)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 2**-15), (torch.float16, 2**-18)], ids=str)
+def test_eight_bits_hold_what_rounding_takes(dtype, bound):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    numbers = torch.randn(1024, generator=torch.Generator().manual_seed(0)).to(device)
+    numbers[:3] = torch.tensor([0.0, 1.0, -1.99999])  # the last is rounded into the next power of two
+    rounded, found = numbers.to(dtype), torch.empty_like(numbers)
+    on_kernels.there_and_back[(1,)](numbers, rounded, found, 1024)
+    assert found[0] == 0.0
+    assert ((found - numbers).abs() <= bound * numbers.abs()).all()
 
 
 # A hub of both kinds, self loops, multi-edges and nodes without edges.
@@ -214,8 +197,8 @@ def pieces(work: WorkList) -> list[tuple[int, int]]:
 @given(case=cases(max_edges=60))
 def test_a_work_list_has_every_row_and_every_edge_once(case):
     graph = case.graph()
-    for sizes in ({}, {"max_short_edges": 2, "max_piece_edges": 4}, {"max_short_edges": 0, "max_piece_edges": 1}):
-        work = build_work_list(graph.indptr_N1, **sizes)
+    for max_short, max_piece in ((MAX_SHORT_EDGES, None), (2, 4), (0, 1)):
+        work = build_work_list(graph.indptr_N1, max_short_edges=max_short, max_piece_edges=max_piece)
         assert pieces(work) == [(int(row), edge) for edge, row in enumerate(case.target_E)]
         assert set(work.row_I.tolist()) == set(range(case.num_targets))
         is_split = work.partial_I >= 0

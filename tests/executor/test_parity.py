@@ -4,12 +4,14 @@ import pickle
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from simulator.constraints import violations
 from simulator.specs.cluster import BUILT_IN_CLUSTERS
+from simulator.specs.plan import ROW_EXCHANGES, ExchangePayload
 from tests.executor.dense_reference import (
     Parameters,
     ReferenceRun,
@@ -18,7 +20,7 @@ from tests.executor.dense_reference import (
     accuracy_ratios,
     train_reference,
 )
-from tests.executor.parity_cases import CASES, EXACT_CASES, NUM_STEPS, ROUNDED_CASES, ParityCase
+from tests.executor.parity_cases import CASES, EXACT_CASES, LOSSY_CASES, NUM_STEPS, ROUNDED_CASES, ParityCase
 from tests.executor.parity_ranks import RankResult, result_of, run_parity_cases
 
 pytestmark = pytest.mark.dist
@@ -36,13 +38,13 @@ def parity_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reference_of(case: ParityCase) -> ReferenceRun:
     """Return how one process trains; cases that differ in how the work is spread share it."""
     steps = tuple(_as_bytes(case.step(step)) for step in range(NUM_STEPS))
-    key = (case.graph_name, case.extras, steps)
+    key = (case.graph_name, case.extras, case.num_heads, steps)
     if key not in _REFERENCES:
         _REFERENCES[key] = train_reference(case.problem, case.initial, [case.step(step) for step in range(NUM_STEPS)])
     return _REFERENCES[key]
 
 
-_REFERENCES: dict[tuple[str, bool, tuple[bytes, ...]], ReferenceRun] = {}
+_REFERENCES: dict[tuple[str, bool, int, tuple[bytes, ...]], ReferenceRun] = {}
 
 
 def _as_bytes(step: Step) -> bytes:
@@ -71,11 +73,45 @@ def test_parity(name, parity_folder):
     assert gradient_error(found, expected) < EXACT
 
 
+TWINS = [
+    (name, other)
+    for name, case in EXACT_CASES.items()
+    for other, plain in EXACT_CASES.items()
+    if case.overlaps and plain == replace(case, overlaps=False)
+]
+
+
+@pytest.mark.parametrize(("name", "plain"), TWINS)
+def test_parity_of_overlap_on_and_off(name, plain, parity_folder):
+    # Case R19.
+    found, expected = (result_of(parity_folder, each, 0) for each in (name, plain))
+    assert found.losses == pytest.approx(expected.losses, rel=EXACT)
+    right = flat(expected.first_gradient)
+    assert float((flat(found.first_gradient) - right).abs().max()) < EXACT * float(right.abs().max())
+
+
+def test_overlap_has_twins_of_every_exchange_and_payload():
+    assert {(CASES[name].exchange[0], CASES[name].payload) for name, _ in TWINS} == {
+        (exchange, payload) for exchange in ROW_EXCHANGES for payload in ExchangePayload
+    }
+
+
 @pytest.mark.parametrize("name", ROUNDED_CASES)
 def test_parity_in_bf16(name, parity_folder):
     found, expected = result_of(parity_folder, name, 0), reference_of(ROUNDED_CASES[name])
     assert found.losses[:3] == pytest.approx(expected.losses[:3], rel=ROUNDED)
     assert gradient_error(found, expected) < ROUNDED
+
+
+@pytest.mark.parametrize("name", LOSSY_CASES)
+def test_plans_with_compressed_gradients_begin_alike_and_learn(name, parity_folder):
+    found, expected = result_of(parity_folder, name, 0), reference_of(LOSSY_CASES[name])
+    assert found.losses[0] == pytest.approx(expected.losses[0], rel=EXACT)
+    assert found.losses[1:] != pytest.approx(expected.losses[1:], rel=EXACT)
+    # Of what the loss falls in as many steps, at least two thirds.
+    assert np.mean(found.losses[-4:]) < np.mean(expected.losses[:4]) - 0.66 * (
+        np.mean(expected.losses[:4]) - np.mean(expected.losses[-4:])
+    )
 
 
 @pytest.mark.parametrize("name", EXACT_CASES)

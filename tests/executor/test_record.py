@@ -1,6 +1,7 @@
 """Marks of a step against the program that the simulator lowers; kernels and waiting by hand."""
 
 import itertools
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -146,6 +147,22 @@ def test_each_start_forgets_the_marks_before_it():
         with recorder.task(name, TaskKind.CLIP, Phase.UPDATE, (3, 1)):
             pass
         assert [mark.name for mark in recorder.stop()] == [f"prefix.{name}"]
+
+
+def test_a_task_that_was_interrupted_goes_on_and_lasts_as_long_as_without_the_interruption(monkeypatch):
+    instants = iter([0.0, 10.0, 11.0, 13.0, 14.0, 20.0])
+    monkeypatch.setattr("executor.record.time.perf_counter", lambda: next(instants))
+    recorder = Recorder()
+    recorder.start()
+    # The long one begins at 0, is interrupted from 10 to 14 by a task from 11 to 13, and ends at 20.
+    with (
+        recorder.task("long", TaskKind.GELU, Phase.FORWARD, (1, 1)),
+        recorder.interrupting(),
+        recorder.task("short", TaskKind.CLIP, Phase.UPDATE, (1, 1)),
+    ):
+        pass
+    marks = {mark.name: (mark.start_seconds, mark.end_seconds) for mark in recorder.stop()}
+    assert marks == {"short": (11.0, 13.0), "long": (0.0, 16.0)}
 
 
 def test_recording_does_not_change_the_numbers():
@@ -382,3 +399,65 @@ def test_waiting_is_never_longer_than_the_span():
     # A rank that leaves before the last has come: its clock or its kernel was early.
     spans = with_waiting([reduce(rank=0, start=0.0, duration=1.0), reduce(rank=1, start=3.0, duration=1.0)])
     assert [span.waiting_seconds for span in spans] == [1.0, 0.0]
+
+
+# --- Collectives that go on after their call.
+
+
+class FakeWork:
+    """Work that tells its end, or does not, as gloo's reduce-scatter."""
+
+    def __init__(self, *, tells: bool) -> None:
+        self.tells = tells
+        self.note: Any = None
+
+    def get_future(self) -> "FakeWork":
+        if not self.tells:
+            raise RuntimeError("Work::getFuture not implemented.")
+        return self
+
+    def then(self, note: Any) -> None:
+        self.note = note
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_a_collective_that_goes_on_lasts_until_its_work_is_done(tells):
+    recorder = Recorder()
+    recorder.start()
+    work: Any = FakeWork(tells=tells)
+    with recorder.task("sent", TaskKind.ALL_TO_ALL, Phase.FORWARD, (8,), (0, 1)) as mark:
+        pass
+    recorder.follow(mark, work)
+    with recorder.task("meanwhile", TaskKind.GELU, Phase.FORWARD, (1, 1)):
+        time.sleep(0.002)
+        if tells:
+            work.note(None)
+        told = time.perf_counter()
+        time.sleep(0.002)
+    recorder.waited(mark)
+    sent, meanwhile = recorder.stop()
+    assert meanwhile.start_seconds < sent.end_seconds
+    # Where nothing is told, the end is that of the waiting.
+    assert (sent.end_seconds <= told) == tells
+    assert (sent.end_seconds >= meanwhile.end_seconds) == (not tells)
+
+
+def test_what_follows_a_pause_has_no_name():
+    recorder = Recorder()
+    recorder.start()
+    with recorder.task("sent", TaskKind.ALL_TO_ALL, Phase.BACKWARD, (8,), (0, 1)):
+        pass
+    recorder.pause()
+    paused = time.perf_counter()
+    time.sleep(0.001)
+    (mark,) = recorder.stop()
+    assert mark.end_seconds <= paused
+
+
+def test_nothing_is_followed_while_nothing_is_marked():
+    recorder = Recorder()
+    with recorder.task("sent", TaskKind.ALL_TO_ALL, Phase.FORWARD, (8,), (0, 1)) as mark:
+        assert mark is None
+    recorder.pause()
+    recorder.follow(mark, FakeWork(tells=True))  # type: ignore[arg-type]
+    recorder.waited(mark)

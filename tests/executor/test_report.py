@@ -19,7 +19,7 @@ from simulator.specs.cluster import BUILT_IN_CLUSTERS
 from simulator.specs.decision import PlanFile, Prediction, RankedPlan
 from simulator.specs.graph import GraphFile, GraphSpec
 from simulator.specs.model import EdgeBias, ModelSpec
-from simulator.specs.plan import Exchange, PartitionMethod, PartitionSpec, PartSpec, Plan, Recompute
+from simulator.specs.plan import Exchange, ExchangePayload, PartitionMethod, PartitionSpec, PartSpec, Plan, Recompute
 from simulator.specs.program import SHAPE_FIELDS, Phase, Stream, TaskKind, task_name
 from simulator.specs.trace import Span, Trace, TraceOrigin
 from simulator.specs.train import TrainSpec
@@ -140,6 +140,10 @@ def made_plan(num_ranks=2, num_layers=2):
         edges_of_long_targets_from=(0,) * num_ranks,
         edges_of_long_sources_from=(0,) * num_ranks,
         inner_edges_of_long_targets=0,
+        outer_edges_of_long_targets=0,
+        edges_out_of_long_sources=0,
+        num_boundary_nodes=30_000,
+        boundary_nodes_from=(0, *(20_000,) * (num_ranks - 1)),
     )
     partition = PartitionSpec(
         method=PartitionMethod.METIS, seed=0, path="partition.npy", sha256="ab" * 32, parts=(part,) * num_ranks
@@ -424,6 +428,21 @@ def test_a_plan_is_told_in_words():
     assert "halo 19% of the nodes, largest part 1.00 x the mean in edges" in told
     assert "exchange halo in 1 layer, all-gather in 1 layer; recompute none in every layer; bf16" in told
     assert told.endswith("gradients in buckets of 25 MiB")
+
+
+def test_how_rows_travel_is_told_in_words():
+    plan = replace(
+        made_plan(),
+        precision=Dtype.FLOAT32,
+        overlap_exchange=True,
+        exchange_payload=ExchangePayload.ROWS,
+        exchange_precision=Dtype.BFLOAT16,
+        exchange_chunk_bytes=2**20,
+    )
+    assert (
+        "exchange halo in every layer, normed rows travel, overlapped with attention over own rows, in bf16, "
+        "at most 1 MiB a message;"
+    ) in words.plan_words(plan)
 
 
 def chromium():

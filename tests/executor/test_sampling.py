@@ -431,6 +431,7 @@ def skewed_case():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("fan_out", [5, 70])
 @pytest.mark.parametrize("draw", DRAWS)
 def test_a_gpu_keeps_the_same_edges_and_the_host_does_not_wait(draw, fan_out):

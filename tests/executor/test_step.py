@@ -284,7 +284,7 @@ def columns_kept(function: Callable[..., object], *arguments: object) -> int:
     return sum(columns for columns in kept.values() if columns > 1)  # not mean and deviation of a row
 
 
-def test_compiled_dense_parts_do_not_keep_what_norms_and_activations_give():
+def test_compiled_dense_parts_keep_only_what_they_are_given():
     compiled = compiled_dense("aot_eager_decomp_partition")  # all of torch.compile but the code generator
     weights = dict(Layer(MODEL).named_parameters())
     h_ND, x_ND = (torch.randn(30, MODEL.width, requires_grad=True) for _ in range(2))
@@ -296,4 +296,4 @@ def test_compiled_dense_parts_do_not_keep_what_norms_and_activations_give():
     assert columns_kept(before_attention, run, weights, h_ND) == 2 * width
     assert columns_kept(compiled.before, weights, h_ND) == width
     assert columns_kept(after_attention, run, weights, h_ND, x_ND, None) == 3 * width + 2 * hidden
-    assert columns_kept(compiled.after, weights, h_ND, x_ND, None) == 2 * width + hidden
+    assert columns_kept(compiled.after, weights, h_ND, x_ND, None) == 2 * width  # h and x

@@ -21,7 +21,7 @@ from tests.made import (
     made_partition,
     made_plan,
 )
-from tests.strategies import models, partitions, sampled_plans
+from tests.strategies import compressions, models, partitions, sampled_plans
 
 CLUSTERS = {kind: made_cluster(devices_per_host=8, kind=kind) for kind in DeviceKind}
 PRICES = {
@@ -50,7 +50,16 @@ def plans_and_models(draw: st.DrawFn) -> tuple[Plan, ModelSpec]:
     exchanges = [Exchange.HALO, Exchange.ALL_GATHER] if partition.num_parts > 1 else [Exchange.NONE]
     exchange = draw(st.tuples(*[st.sampled_from(exchanges)] * layers))
     precision = draw(st.sampled_from(Dtype))
-    return made_plan(partition, num_layers=layers, recompute=recompute, exchange=exchange, precision=precision), model
+    return made_plan(
+        partition,
+        num_layers=layers,
+        recompute=recompute,
+        exchange=exchange,
+        precision=precision,
+        gradient_bucket_bytes=draw(st.sampled_from([64, 4096, 2**20])),
+        overlap_gradients=draw(st.booleans()),
+        gradient_compression=draw(compressions),
+    ), model
 
 
 @given(drawn=plans_and_models(), kind=st.sampled_from(DeviceKind))

@@ -6,7 +6,7 @@ import pytest
 from planner.explain import Breakdown, breakdown, description, order_reason, reason_lost
 from simulator.specs.decision import PlanFile
 from simulator.specs.order import NodeOrder, OrderSpec, RankedOrder
-from simulator.specs.plan import Exchange, Recompute
+from simulator.specs.plan import Exchange, ExchangePayload, Recompute
 from simulator.specs.program import Phase, Stream, TaskKind
 from simulator.specs.trace import Span, Trace, TraceOrigin
 from simulator.specs.train import TrainSpec
@@ -31,6 +31,16 @@ def parts(num_parts: int):
         (
             made_plan(parts(2), num_layers=3, exchange=(Exchange.HALO, Exchange.ALL_GATHER, Exchange.HALO)),
             "2 ranks: full graph on 2 (halo/all_gather), fp32",
+        ),
+        (
+            made_plan(
+                parts(2),
+                overlap_exchange=True,
+                exchange_payload=ExchangePayload.ROWS,
+                exchange_precision=Dtype.BFLOAT16,
+                exchange_chunk_bytes=3 * 2**20,
+            ),
+            "2 ranks: full graph on 2 (halo of rows, overlapped, in bf16, at most 3 MiB a message), fp32",
         ),
         (
             made_plan(parts(1), recompute=(Recompute.LAYER, Recompute.NONE)),
@@ -65,7 +75,7 @@ def test_a_plan_in_words(plan, words):
     assert description(plan) == words
 
 
-def span(rank: int, kind: TaskKind, seconds: float, *, waiting_seconds: float = 0.0) -> Span:
+def span(rank: int, kind: TaskKind, start_seconds: float, seconds: float, *, waiting_seconds: float = 0.0) -> Span:
     return Span(
         rank=rank,
         step=0,
@@ -74,7 +84,7 @@ def span(rank: int, kind: TaskKind, seconds: float, *, waiting_seconds: float = 
         kind=kind,
         phase=Phase.FORWARD,
         shape=(),
-        start_seconds=0.0,
+        start_seconds=start_seconds,
         duration_seconds=seconds,
         waiting_seconds=waiting_seconds,
     )
@@ -84,11 +94,11 @@ def test_a_breakdown_by_hand():
     # Two ranks: one computes 3 s and waits for nobody, one computes 1 s and waits 2 s; the collective takes 1 s, and
     # half a second of the step has no task.
     spans = (
-        span(0, TaskKind.LINEAR, 2.0),
-        span(0, TaskKind.GELU, 1.0),
-        span(0, TaskKind.ALL_REDUCE, 1.0),
-        span(1, TaskKind.LINEAR, 1.0),
-        span(1, TaskKind.ALL_REDUCE, 3.0, waiting_seconds=2.0),
+        span(0, TaskKind.LINEAR, 0.0, 2.0),
+        span(0, TaskKind.GELU, 2.0, 1.0),
+        span(0, TaskKind.ALL_REDUCE, 3.0, 1.0),
+        span(1, TaskKind.LINEAR, 0.0, 1.0),
+        span(1, TaskKind.ALL_REDUCE, 1.0, 3.0, waiting_seconds=2.0),
     )
     trace = Trace(
         origin=TraceOrigin.SIMULATED,
@@ -114,14 +124,12 @@ def test_a_breakdown_by_hand():
     ],
 )
 def test_a_batch_takes_the_time_in_which_the_device_runs_nothing(start, seconds, alone):
-    batch = dataclasses.replace(
-        span(0, TaskKind.SAMPLED_BATCH, seconds), start_seconds=start, stream=Stream.LOADER, name="batch"
-    )
+    batch = dataclasses.replace(span(0, TaskKind.SAMPLED_BATCH, start, seconds), stream=Stream.LOADER, name="batch")
     step = max(start + seconds, 3.0) - min(start, 0.0)
     trace = Trace(
         origin=TraceOrigin.SIMULATED,
         num_ranks=1,
-        spans=(batch, span(0, TaskKind.LINEAR, 3.0)),
+        spans=(batch, span(0, TaskKind.LINEAR, 0.0, 3.0)),
         step_seconds=(step,),
         traced_step_seconds=(step,),
         peak_memory_bytes=(0,),
@@ -129,6 +137,28 @@ def test_a_batch_takes_the_time_in_which_the_device_runs_nothing(start, seconds,
     plan = made_sampled_plan(parts(1), made_sampled((3, 2, 4), (2, 1, 3), seeds_per_batch=10**6))
     assert breakdown(plan, trace) == Breakdown(
         compute_seconds=3.0, communication_seconds=0.0, waiting_seconds=0.0, idle_seconds=0.0, batch_seconds=alone
+    )
+
+
+def test_a_breakdown_leaves_out_what_is_hidden_behind_computing():
+    # Of a collective from 1 s to 4 s that waits one second, the last half second is not beside computing; nor is half
+    # a second of waiting in another one.
+    spans = (
+        span(0, TaskKind.LINEAR, 0.0, 3.5),
+        span(0, TaskKind.ALL_REDUCE, 1.0, 3.0, waiting_seconds=1.0),
+        span(0, TaskKind.CLIP, 4.5, 0.5),
+        span(0, TaskKind.ALL_TO_ALL, 4.75, 1.0, waiting_seconds=0.75),
+    )
+    trace = Trace(
+        origin=TraceOrigin.SIMULATED,
+        num_ranks=1,
+        spans=spans,
+        step_seconds=(6.0,),
+        traced_step_seconds=(6.0,),
+        peak_memory_bytes=(0,),
+    )
+    assert breakdown(made_plan(parts(1)), trace) == Breakdown(
+        compute_seconds=4.0, communication_seconds=0.75, waiting_seconds=0.5, idle_seconds=0.75
     )
 
 

@@ -58,6 +58,19 @@ def assert_counts_are_exact(parts, graph, part_N):
         assert part.inner_edges_of_long_targets == sum(
             count for node, count in inner.items() if owner[node] == index and count > MAX_SHORT_EDGES
         )
+    outer = Counter(target for source, target in edges if owner[source] != owner[target])
+    outer_pairs = {(target, owner[source]) for source, target in edges if owner[source] != owner[target]}
+    boundary = Counter((owner[target], other) for target, other in outer_pairs)
+    leaving = Counter(source for source, _ in edges)
+    for index, part in enumerate(parts):
+        assert part.outer_edges_of_long_targets == sum(
+            count for node, count in outer.items() if owner[node] == index and count > MAX_SHORT_EDGES
+        )
+        assert part.edges_out_of_long_sources == sum(
+            count for node, count in leaving.items() if owner[node] == index and count > MAX_SHORT_EDGES
+        )
+        assert part.num_boundary_nodes == sum(owner[node] == index for node in outer)
+        assert part.boundary_nodes_from == tuple(boundary[index, other] for other in range(len(parts)))
     assert sum(part.num_edges for part in parts) == len(edges)
     assert sum(part.num_nodes for part in parts) == graph.num_nodes
 

@@ -27,7 +27,7 @@ from simulator.specs.document import content_sha256
 from simulator.specs.graph import GraphFile, GraphSpec
 from simulator.specs.model import ModelSpec
 from simulator.specs.order import NodeOrder, OrderSpec
-from simulator.specs.plan import Exchange, Plan, Recompute
+from simulator.specs.plan import Exchange, ExchangePayload, Plan, Recompute
 from simulator.specs.program import TaskKind
 from simulator.specs.search import BatchKind, SearchSpec
 from simulator.specs.train import TrainSpec
@@ -51,6 +51,11 @@ FAST_TALK = made_calibration(
     compute_seconds=lambda *law: 1000 * made_seconds(*law),
 )
 SLOW_TALK = made_calibration(collective_seconds=lambda *law: 1000 * made_collective_seconds(*law))
+PLAIN: dict[str, Any] = {
+    "exchanges": (Exchange.HALO, Exchange.ALL_GATHER),
+    "exchange_overlaps": (False,),
+    "exchange_payloads": (ExchangePayload.KEYS_AND_VALUES,),
+}
 ALL_CHOICES = SearchSpec(
     batches=tuple(BatchKind),
     recomputes=tuple(Recompute),
@@ -59,14 +64,15 @@ ALL_CHOICES = SearchSpec(
     parts_per_batch=2,
     fan_outs=(2, 3),
     seeds_per_batch=30,
+    **PLAIN,
 )
 
 
-def made_graph() -> tuple[GraphSpec, Graph]:
+def made_graph(num_chords: int = 800) -> tuple[GraphSpec, Graph]:
     """Return a ring of nodes with chords, a third of which are trained on."""
     rng = np.random.default_rng(0)
     ring: Edges = [(node, (node + 1) % NUM_NODES) for node in range(NUM_NODES)]
-    chords: Edges = [(int(a), int(b)) for a, b in rng.integers(0, NUM_NODES, (800, 2))]
+    chords: Edges = [(int(a), int(b)) for a, b in rng.integers(0, NUM_NODES, (num_chords, 2))]
     edges = [*ring, *chords]
     both = [*edges, *((target, source) for source, target in edges)]
     train_mask_N = np.arange(NUM_NODES) % 3 == 0
@@ -109,10 +115,10 @@ def found(
     model: ModelSpec = MODEL,
     search: SearchSpec | None = None,
     calibration: Calibration = FAST_TALK,
+    data: tuple[GraphSpec, Graph] = (SPEC, GRAPH),
 ) -> PlanFile:
     return find_plan(
-        SPEC,
-        GRAPH,
+        *data,
         model,
         cluster or made_cluster(),
         TRAIN,
@@ -153,7 +159,11 @@ def all_plans(cluster: ClusterSpec, search: SearchSpec, folder: Path, num_layers
         for (replicas, group, num_parts, fields), recompute, precision in itertools.product(
             shapes, search.recomputes, search.precisions
         ):
-            for exchange in search.exchanges if group > 1 else [Exchange.NONE]:
+            plain = ExchangePayload.KEYS_AND_VALUES
+            ways = itertools.product(search.exchanges, search.exchange_overlaps, search.exchange_payloads)
+            for exchange, overlaps, payload in ways if group > 1 else [(Exchange.NONE, False, plain)]:
+                if exchange is Exchange.HEAD_ALL_TO_ALL and (overlaps or payload is not plain):
+                    continue
                 plans.append(
                     Plan(
                         data_parallel_degree=replicas,
@@ -162,6 +172,8 @@ def all_plans(cluster: ClusterSpec, search: SearchSpec, folder: Path, num_layers
                         exchange=(exchange,) * num_layers,
                         recompute=(recompute,) * num_layers,
                         precision=precision,
+                        overlap_exchange=overlaps,
+                        exchange_payload=payload,
                         **fields,
                     )
                 )
@@ -215,6 +227,20 @@ def test_the_result_is_legal_and_fits(folder):
     assert np.bincount(part_N).tolist() == [part.num_nodes for part in file.plan.partition.parts]
 
 
+def test_the_exchange_follows_the_halo(folder):
+    # Case R12: each of four ranks needs the keys and values of its halo, H rows of two widths; an exchange of heads
+    # sends queries, keys, values and outputs, 4 N / p rows of a width, whatever the graph.
+    by_bytes = made_calibration(
+        compute_seconds=lambda *_: 1e-9, collective_seconds=lambda kind, ranks, num_bytes: 1e-9 + 1e-6 * num_bytes
+    )
+    search = SearchSpec(num_ranks=(4,), exchange_payloads=(ExchangePayload.KEYS_AND_VALUES,))
+    for num_chords, expected in ((0, Exchange.HALO), (8000, Exchange.HEAD_ALL_TO_ALL)):
+        file = found(folder, search=search, calibration=by_bytes, data=made_graph(num_chords))
+        halo_rows = max(part.num_halo_rows for part in file.plan.partition.parts)
+        assert file.plan.exchange == (expected,) * 2
+        assert (2 * halo_rows > 4 * NUM_NODES / 4) == (expected is Exchange.HEAD_ALL_TO_ALL)
+
+
 # --- What else the file says.
 
 
@@ -232,7 +258,7 @@ def test_the_file_holds_all_inputs_and_an_interval(folder):
 
 
 def test_runners_up_are_described_and_told_why_they_lost(folder):
-    file = found(folder, search=SearchSpec(num_ranks=(1, 2)))
+    file = found(folder, search=SearchSpec(num_ranks=(1, 2), **PLAIN))
     told = {other.description for other in file.ranking}
     assert description(file.plan) == "2 ranks: full graph on 2 (halo), fp32"
     assert told == {
@@ -300,7 +326,7 @@ def test_the_order_is_chosen_for_the_best_plan_and_the_device_and_changes_the_pr
 
 
 def test_candidates_that_are_illegal_are_counted_by_reason(folder):
-    file = found(folder, cluster=made_cluster(devices_per_host=2), search=SearchSpec(num_ranks=(1, 4)))
+    file = found(folder, cluster=made_cluster(devices_per_host=2), search=SearchSpec(num_ranks=(1, 4), **PLAIN))
     # Two exchanges and two choices of recomputation on four ranks.
     reason = (
         "plan.num_ranks=4 must not exceed cluster.num_devices=2: lower data_parallel_degree or graph_parallel_degree"
@@ -310,7 +336,7 @@ def test_candidates_that_are_illegal_are_counted_by_reason(folder):
 
 def test_candidates_that_do_not_fit_are_counted_by_reason(folder):
     cluster = made_cluster(devices_per_host=4, memory_bytes=500_330_000)
-    file = found(folder, cluster=cluster, search=SearchSpec(num_ranks=(1, 4)), calibration=SLOW_TALK)
+    file = found(folder, cluster=cluster, search=SearchSpec(num_ranks=(1, 4), **PLAIN), calibration=SLOW_TALK)
     assert file.plan.num_ranks == 4
     # The full graph on one rank, its layers kept or recomputed, and on four with either exchange and layers kept.
     reason = "does not fit into a device's memory, most of which context would take"
@@ -325,7 +351,7 @@ def test_candidates_that_cannot_win_are_not_simulated(folder):
         MODEL,
         made_cluster(devices_per_host=2),
         TRAIN,
-        SearchSpec(),
+        SearchSpec(**PLAIN),
         # Latencies of a second: no plan on two ranks comes near the one on one.
         made_calibration(collective_seconds=lambda *_: 1.0),
         folder=folder,
@@ -342,7 +368,7 @@ def test_candidates_that_cannot_win_are_not_simulated(folder):
 def test_no_plan_fits_into_next_to_no_memory(folder):
     cluster = made_cluster(devices_per_host=2, memory_bytes=10_000)
     with pytest.raises(NoFeasiblePlanError) as error:
-        found(folder, cluster=cluster, search=SearchSpec(num_ranks=(1, 2, 64)))
+        found(folder, cluster=cluster, search=SearchSpec(num_ranks=(1, 2, 64), **PLAIN))
     told = str(error.value)
     assert told.startswith("no plan is legal and fits on made cluster: ")
     # The commonest reasons first, three of them at most.

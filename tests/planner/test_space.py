@@ -8,13 +8,23 @@ from hypothesis import strategies as st
 from planner.space import candidates, rank_counts
 from simulator.constraints import violations
 from simulator.specs.cluster import DeviceKind
-from simulator.specs.plan import Exchange, PartitionSpec, Plan, Recompute, SampledBatches, SampledLayer
+from simulator.specs.gradients import CompressionKind, GradientCompression
+from simulator.specs.plan import (
+    Exchange,
+    ExchangePayload,
+    PartitionSpec,
+    Plan,
+    Recompute,
+    SampledBatches,
+    SampledLayer,
+)
 from simulator.specs.search import BatchKind, SearchSpec
-from simulator.specs.units import Dtype
+from simulator.specs.units import MIB, Dtype
 from tests.made import equal_parts, graph_of, made_cluster, made_model
 
 FULL, CLUSTERS, ISOLATED, SAMPLED = BatchKind
-ONE_CHOICE: dict[str, Any] = {"exchanges": (Exchange.HALO,), "recomputes": (Recompute.NONE,)}
+ONE_WAY: dict[str, Any] = {"exchange_overlaps": (False,), "exchange_payloads": (ExchangePayload.KEYS_AND_VALUES,)}
+ONE_CHOICE: dict[str, Any] = {"exchanges": (Exchange.HALO,), "recomputes": (Recompute.NONE,), **ONE_WAY}
 
 
 def cut(num_parts: int) -> PartitionSpec:
@@ -33,9 +43,10 @@ def sampled(data_parallel_degree: int) -> SampledBatches:
     return SampledBatches(fan_outs=(3, 2), seeds_per_batch=100, layers=(layer, layer), num_feature_entries=0)
 
 
-def plans_of(devices: int = 4, **fields: Any) -> list[Plan]:
+def plans_of(devices: int = 4, *, kind: DeviceKind = DeviceKind.CPU, **fields: Any) -> list[Plan]:
     """Return the candidates on so many devices."""
-    return list(candidates(made_model(), made_cluster(devices_per_host=devices), SearchSpec(**fields), cut, sampled))
+    cluster = made_cluster(devices_per_host=devices, kind=kind)
+    return list(candidates(graph_of(cut(1)), made_model(), cluster, SearchSpec(**fields), cut, sampled))
 
 
 def meshes(plans: list[Plan]) -> list[tuple[int, int, int]]:
@@ -117,9 +128,7 @@ def test_sampled_candidates_by_hand():
     assert [plan.sampled for plan in plans] == [sampled(replicas) for replicas in (1, 2, 4)]
     # A core that made batches ahead would do nothing else meanwhile.
     assert {plan.prefetch_batches for plan in plans} == {0}
-    gpus = made_cluster(kind=DeviceKind.CUDA)
-    search = SearchSpec(batches=(SAMPLED, CLUSTERS), **fields)
-    on_gpus = list(candidates(made_model(), gpus, search, cut, sampled))
+    on_gpus = plans_of(kind=DeviceKind.CUDA, batches=(SAMPLED, CLUSTERS), **fields)
     assert {plan.prefetch_batches for plan in on_gpus if plan.loads_batches} == {2}
     assert {plan.prefetch_batches for plan in on_gpus if plan.keep_batches} == {0}
 
@@ -127,7 +136,7 @@ def test_sampled_candidates_by_hand():
 def test_every_combination_of_choices_is_there_once():
     exchanges, recomputes = (Exchange.HALO, Exchange.ALL_GATHER), tuple(Recompute)
     plans = plans_of(
-        num_ranks=(2,), exchanges=exchanges, recomputes=recomputes, precisions=tuple(Dtype), batches=(FULL,)
+        num_ranks=(2,), exchanges=exchanges, recomputes=recomputes, precisions=tuple(Dtype), batches=(FULL,), **ONE_WAY
     )
     # Layers are alike.
     found = [(plan.exchange, plan.recompute, plan.precision) for plan in plans]
@@ -137,9 +146,68 @@ def test_every_combination_of_choices_is_there_once():
     )
 
 
+def test_every_way_in_which_rows_travel_is_there_once_plain_ones_first():
+    plans = plans_of(
+        num_ranks=(2,),
+        recomputes=(Recompute.NONE,),
+        precisions=tuple(Dtype),
+        exchange_precisions=(Dtype.BFLOAT16,),
+        exchange_chunk_bytes=2**20,
+    )
+    found = [
+        (
+            plan.exchange[0],
+            plan.overlap_exchange,
+            plan.exchange_payload,
+            plan.precision,
+            plan.exchange_precision,
+            plan.exchange_chunk_bytes,
+        )
+        for plan in plans
+    ]
+    kv, half = ExchangePayload.KEYS_AND_VALUES, Dtype.BFLOAT16
+    # An exchange of heads waits for all rows and sends what attention takes; a plan in bf16 sends nothing shorter.
+    ways = [
+        *itertools.product((Exchange.HALO, Exchange.ALL_GATHER), (False, True), ExchangePayload),
+        (Exchange.HEAD_ALL_TO_ALL, False, kv),
+    ]
+    formats = [(Dtype.FLOAT32, None), (Dtype.FLOAT32, half), (half, None)]
+    assert len(set(found)) == len(found)
+    assert set(found) == {(*way, *numbers, chunk) for way in ways for numbers in formats for chunk in (None, 2**20)}
+    assert found[0] == (Exchange.HALO, False, kv, Dtype.FLOAT32, None, None)
+
+
 def test_one_rank_exchanges_nothing_whatever_exchanges_are_allowed():
     plans = plans_of(num_ranks=(1,), batches=(FULL, CLUSTERS), recomputes=(Recompute.NONE,))
     assert [plan.exchange for plan in plans] == [(Exchange.NONE,) * 2] * 3
+
+
+def reductions(plans: list[Plan]) -> list[tuple[int, bool, GradientCompression]]:
+    """Return size of the buckets, overlap and compression of each plan."""
+    return [(plan.gradient_bucket_bytes, plan.overlap_gradients, plan.gradient_compression) for plan in plans]
+
+
+def test_buckets_and_overlap_on_gpus_by_hand():
+    # From 1 MiB on all gradients lie in one bucket, which gains nothing by overlap; of equal cuts one is tried.
+    none, fields = GradientCompression(), {"num_ranks": (2,), **ONE_CHOICE}
+    kind = DeviceKind.CUDA
+    assert reductions(plans_of(kind=kind, **fields)) == [(25 * MIB, False, none)]
+    sizes = (2048, 8192, 1 * MIB, 5 * MIB)
+    assert reductions(plans_of(kind=kind, gradient_bucket_bytes=sizes, **fields)) == [
+        (5 * MIB, False, none),
+        (8192, True, none),
+        (2048, True, none),
+    ]
+    # Cores would have to move the bytes themselves; who wants it may ask.
+    assert reductions(plans_of(gradient_bucket_bytes=sizes, **fields)) == [(5 * MIB, False, none)]
+    asked = plans_of(gradient_bucket_bytes=sizes, overlap_gradients=(True,), **fields)
+    assert reductions(asked) == [(5 * MIB, True, none), (8192, True, none), (2048, True, none)]
+
+
+def test_compressions_that_were_asked_for_are_tried_where_there_are_several_ranks():
+    none, half = GradientCompression(), GradientCompression(kind=CompressionKind.BF16)
+    plans = plans_of(devices=2, gradient_compressions=(none, half), **ONE_CHOICE)
+    assert [(plan.num_ranks, plan.gradient_compression) for plan in plans] == [(1, none), (2, none), (2, half)]
 
 
 def test_candidates_on_fewer_ranks_come_first():
@@ -155,7 +223,7 @@ def test_only_cuts_that_are_needed_are_made():
         return cut(num_parts)
 
     search = SearchSpec(num_ranks=(2, 4), batches=(FULL, CLUSTERS), parts_per_replica=2)
-    found = candidates(made_model(), made_cluster(), search, noted_cut)
+    found = candidates(graph_of(cut(1)), made_model(), made_cluster(), search, noted_cut)
     next(found)
     assert asked == [2]
     list(found)
@@ -166,6 +234,8 @@ searches = st.builds(
     SearchSpec,
     batches=st.sampled_from([(FULL,), (CLUSTERS,), (FULL, CLUSTERS)]),
     parts_per_replica=st.integers(1, 4),
+    exchange_precisions=st.sampled_from([(), (Dtype.BFLOAT16,)]),
+    exchange_chunk_bytes=st.sampled_from([0, 10_000]),
 ) | st.builds(
     SearchSpec,
     batches=st.sampled_from([(SAMPLED,), (SAMPLED, ISOLATED), tuple(BatchKind)]),
@@ -173,13 +243,14 @@ searches = st.builds(
     parts_per_batch=st.just(2),
     fan_outs=st.just((3, 2)),
     seeds_per_batch=st.just(100),
+    exchange_precisions=st.sampled_from([(), (Dtype.BFLOAT16,)]),
 )
 
 
 @given(search=searches, devices=st.integers(1, 8))
 def test_every_candidate_that_fits_the_cluster_is_legal(search, devices):
     cluster, model = made_cluster(devices_per_host=devices), made_model()
-    for plan in candidates(model, cluster, search, cut, sampled):
+    for plan in candidates(graph_of(cut(1)), model, cluster, search, cut, sampled):
         assert violations(plan, graph_of(plan.partition), model, cluster) == []
 
 
@@ -192,11 +263,18 @@ def test_every_candidate_that_fits_the_cluster_is_legal(search, devices):
         {"num_ranks": (2,)},
         {"batches": (CLUSTERS,)},
         {"exchanges": (Exchange.HALO,)},
+        {"exchange_overlaps": (True,)},
+        {"exchange_payloads": (ExchangePayload.ROWS,)},
+        {"exchange_precisions": (Dtype.BFLOAT16,)},
+        {"exchange_chunk_bytes": 2**20},
         {"recomputes": (Recompute.LAYER,)},
         {"precisions": (Dtype.BFLOAT16,)},
         {"batches": (CLUSTERS,), "parts_per_replica": 5},
         {"batches": (CLUSTERS,), "parts_per_batch": 2},
         {"batches": (SAMPLED,), "fan_outs": (3, 2), "seeds_per_batch": 100},
+        {"gradient_bucket_bytes": (MIB,)},
+        {"overlap_gradients": (True,)},
+        {"gradient_compressions": (GradientCompression(kind=CompressionKind.BF16),)},
     ],
     ids=str,
 )

@@ -275,6 +275,20 @@ def test_collectives_across_hosts_say_nothing_of_one_host():
     assert calibration.collectives == CALIBRATION.collectives
 
 
+def test_collectives_beside_other_tasks_say_nothing_of_one_alone():
+    plan = dataclasses.replace(TWO, overlap_gradients=True)
+    trace = simulate(plan, graph_of(plan.partition), made_model(), CLUSTER, CALIBRATION)
+    spans = tuple(
+        dataclasses.replace(span, step=step, duration_seconds=2 * span.duration_seconds)
+        for step in range(3)
+        for span in trace.spans
+    )
+    assert any(span.kind is TaskKind.ALL_REDUCE for span in spans)
+    calibration, _ = recalibrate(CALIBRATION, CLUSTER, [run(dataclasses.replace(trace, spans=spans))])
+    reduced = [sample for sample in calibration.collectives if sample.kind is TaskKind.ALL_REDUCE]
+    assert reduced == [sample for sample in CALIBRATION.collectives if sample.kind is TaskKind.ALL_REDUCE]
+
+
 # --- What cannot be learned from.
 
 

@@ -4,8 +4,10 @@ import pytest
 
 from simulator.constraints import step_mode_of, training_violations, violations
 from simulator.specs.cluster import DeviceKind
-from simulator.specs.plan import Exchange, Plan, Recompute, StepMode
+from simulator.specs.gradients import CompressionKind, GradientCompression
+from simulator.specs.plan import Exchange, ExchangePayload, Plan, Recompute, StepMode
 from simulator.specs.train import TrainSpec
+from simulator.specs.units import Dtype
 from tests.made import equal_parts, graph_of, made_cluster, made_model, made_plan, made_sampled, made_sampled_plan
 
 FOUR = equal_parts(4, num_nodes=400, num_edges=1600, halo_rows=10)
@@ -90,7 +92,7 @@ def test_every_layer_has_its_exchange():
 
 def test_several_ranks_exchange_and_one_does_not():
     assert reasons(made_plan(FOUR, exchange=(Exchange.HALO, Exchange.NONE))) == [
-        "exchange[1] must not be none when plan.graph_parallel_degree=4: use halo or all_gather"
+        "exchange[1] must not be none when plan.graph_parallel_degree=4: use halo, all_gather or head_all_to_all"
     ]
     alone = made_plan(FOUR, graph_parallel_degree=1, parts_per_batch=4, exchange=(Exchange.ALL_GATHER, Exchange.NONE))
     assert reasons(alone) == ["exchange[0] must be none when plan.graph_parallel_degree=1, got all_gather"]
@@ -116,6 +118,44 @@ def test_only_full_graph_steps_of_one_gpu_are_replayed():
 def test_steps_are_replayed_wherever_they_may_be(kind, num_ranks, is_full_graph):
     mode = step_mode_of(num_ranks=num_ranks, is_full_graph=is_full_graph, cluster=made_cluster(kind=kind))
     assert (mode is StepMode.CUDA_GRAPH) == (kind is DeviceKind.CUDA and num_ranks == 1 and is_full_graph)
+
+
+TOP_K = GradientCompression(kind=CompressionKind.TOP_K, kept_ratio=0.1)
+
+
+def test_a_single_rank_has_no_gradients_to_reduce():
+    alone = made_plan(FOUR, graph_parallel_degree=1, parts_per_batch=4)
+    assert reasons(dataclasses.replace(alone, overlap_gradients=True)) == [
+        "overlap_gradients must be false when plan.num_ranks=1: a single rank reduces nothing"
+    ]
+    assert reasons(dataclasses.replace(alone, gradient_compression=TOP_K)) == [
+        "gradient_compression must be none when plan.num_ranks=1, got top-k of 10 %: a single rank sends nothing"
+    ]
+    assert reasons(made_plan(FOUR, overlap_gradients=True, gradient_compression=TOP_K)) == []
+
+
+def test_replayed_steps_have_no_overlap_since_their_weights_are_cast_at_once():
+    gpus = made_cluster(devices_per_host=4, kind=DeviceKind.CUDA)
+    plan = made_plan(FOUR, step_mode=StepMode.CUDA_GRAPH, overlap_gradients=True)
+    assert reasons(plan, cluster=gpus)[-1] == (
+        "overlap_gradients must be false when step_mode is cuda_graph: there all weights are cast at once, so that all "
+        "their gradients come at once"
+    )
+
+
+def test_factors_must_make_a_parameter_smaller():
+    # The largest matrices are 48 x 16 and 32 x 16: factors of 11 columns have 704 numbers, of 12 columns 768.
+    narrow, wide = (GradientCompression(kind=CompressionKind.POWER_SGD, matrix_rank=rank) for rank in (11, 12))
+    assert reasons(made_plan(FOUR, gradient_compression=narrow)) == []
+    (reason,) = reasons(made_plan(FOUR, gradient_compression=wide))
+    assert reason.startswith("gradient_compression.matrix_rank must make the factors of some parameter smaller")
+    assert "got 12: lower it" in reason
+
+
+def test_indices_of_top_k_fit_into_32_bits():
+    huge = made_model(width=2**16, num_heads=4, feed_forward_width=2**16)
+    (reason,) = reasons(made_plan(FOUR, gradient_compression=TOP_K), model=huge)
+    assert reason.startswith("gradient_bucket_bytes must give buckets of at most 2147483647 numbers with top_k")
 
 
 def test_dense_parts_are_compiled_for_full_graphs_on_gpus():
@@ -195,3 +235,59 @@ def test_steps_on_samples_are_not_replayed():
     assert reasons(plan, cluster=gpus) == [
         "step_mode must be eager when batches are sampled, got cuda_graph: their shapes differ"
     ]
+
+
+# --- How rows travel.
+
+
+def test_choices_of_how_rows_travel_need_an_exchange_that_has_them():
+    # Case R23: no option without effect.
+    heads = (Exchange.HEAD_ALL_TO_ALL,) * 2
+    where = "when no layer exchanges by all_gather or halo"
+    assert reasons(made_plan(FOUR, exchange=heads, overlap_exchange=True)) == [
+        f"overlap_exchange must be false {where}: attention by heads needs all rows before it begins"
+    ]
+    assert reasons(made_plan(FOUR, exchange=heads, exchange_payload=ExchangePayload.ROWS)) == [
+        f"exchange_payload must be keys_and_values {where}, got rows"
+    ]
+    mixed = (Exchange.HEAD_ALL_TO_ALL, Exchange.HALO)
+    assert reasons(made_plan(FOUR, exchange=mixed, overlap_exchange=True, exchange_payload=ExchangePayload.ROWS)) == []
+
+
+def test_a_lone_rank_has_no_number_format_and_no_bound_of_messages():
+    alone = made_plan(
+        FOUR,
+        graph_parallel_degree=1,
+        parts_per_batch=4,
+        exchange_precision=Dtype.BFLOAT16,
+        exchange_chunk_bytes=1000,
+    )
+    assert reasons(alone) == [
+        "exchange_precision must be left out when no layer exchanges, got bf16",
+        "exchange_chunk_bytes must be left out when no layer exchanges, got 1000",
+    ]
+
+
+@pytest.mark.parametrize("precision", Dtype)
+def test_what_travels_has_a_shorter_format_or_none_of_its_own(precision):
+    plan = made_plan(FOUR, precision=Dtype.BFLOAT16, exchange_precision=precision)
+    assert reasons(plan) == [
+        f"exchange_precision must be shorter than plan.precision=bf16 or left out, got {precision}"
+    ]
+    assert reasons(made_plan(FOUR, exchange_precision=Dtype.BFLOAT16)) == []
+
+
+def test_a_message_holds_a_row_for_each_other_rank():
+    # Keys and values of 16 columns in fp32, for three others: 384 bytes.
+    assert reasons(made_plan(FOUR, exchange_chunk_bytes=384)) == []
+    assert reasons(made_plan(FOUR, exchange_chunk_bytes=383)) == [
+        "exchange_chunk_bytes must hold a row for each other rank in halo, got 383: raise it or leave it out"
+    ]
+
+
+def test_heads_need_not_divide_by_ranks():
+    # Case R23: five ranks share four heads, so one has none.
+    partition = equal_parts(5, num_nodes=1000, num_edges=5000)
+    plan = made_plan(partition, exchange=(Exchange.HEAD_ALL_TO_ALL,) * 2)
+    cluster = made_cluster(devices_per_host=5)
+    assert violations(plan, graph_of(partition), made_model(num_heads=4), cluster) == []

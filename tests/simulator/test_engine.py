@@ -121,6 +121,34 @@ def test_a_task_waits_for_tasks_on_other_streams():
     ]
 
 
+def test_a_reduction_goes_on_beside_tasks_and_exchanges_and_shares_their_ports():
+    tasks = [
+        compute("a"),
+        collective("reduction", (0, 1), stream=Stream.GRADIENTS, waits_for=(0,)),
+        compute("b"),
+        collective("exchange", (0, 1), waits_for=(2,)),
+        compute("c", waits_for=(3,)),
+        compute("update", waits_for=(1,)),
+    ]
+    flows = {rank: flow(12.0, ("out", rank)) for rank in (0, 1)}
+    costs = {
+        **dict.fromkeys(("a", "b", "c", "update"), (0.0, 2.0)),
+        "reduction": (0.0, 0.0, tuple(flows.values())),
+        "exchange": (0.0, 0.0, (flow(6.0, ("out", 0)), flow(6.0, ("out", 1)))),
+    }
+    spans = priced(tasks, tasks, costs=costs, capacities={("out", 0): 2.0, ("out", 1): 2.0}).run()
+    # The reduction has moved 4 of its 12 bytes when the exchange begins at 4. Both then move 1 a second until the
+    # exchange ends at 10, and the reduction's last 2 bytes take until 11. Task c has run beside it, from 10 to 12.
+    assert [found for found in times(spans) if found[0] == 0] == [
+        (0, "a", 0.0, 2.0),
+        (0, "reduction", 2.0, 11.0),
+        (0, "b", 2.0, 4.0),
+        (0, "exchange", 4.0, 10.0),
+        (0, "c", 10.0, 12.0),
+        (0, "update", 12.0, 14.0),
+    ]
+
+
 def test_an_early_rank_waits_in_a_collective_for_a_late_one():
     tasks = [compute("work"), collective("sum", (0, 1), stream=Stream.COMPUTE), compute("after")]
     costs = {

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from simulator.memory import RankMemory, misfit, peak_memory, total_bytes
 from simulator.specs.cluster import DeviceKind
+from simulator.specs.gradients import CompressionKind, GradientCompression
 from simulator.specs.model import EdgeBias, ModelSpec
-from simulator.specs.plan import Exchange, PartitionSpec, Plan, Recompute
+from simulator.specs.plan import Exchange, ExchangePayload, PartitionSpec, Plan, Recompute
 from simulator.specs.units import GIB, Dtype
 from simulator.workload import num_parameters
 from tests.made import (
@@ -48,8 +49,19 @@ def one_part(num_nodes: int = 1000, num_edges: int = 8000, **fields: Any) -> Par
 def test_categories_of_every_rank_add_up():
     plan = made_plan(equal_parts(4, num_nodes=4000, num_edges=16_000, halo_rows=50))
     found = peak_memory(plan, graph_of(plan.partition), made_model(), CPU)
-    names = ["parameters", "gradients", "optimizer", "inputs", "activations", "workspace", "evaluation", "context"]
-    assert [[name for name, _ in rank] for rank in found] == [names] * 4
+    assert [[name for name, _ in rank] for rank in found] == [
+        [
+            "parameters",
+            "gradients",
+            "optimizer",
+            "inputs",
+            "activations",
+            "workspace",
+            "messages",
+            "evaluation",
+            "context",
+        ]
+    ] * 4
     assert [total_bytes(rank) for rank in found] == [sum(num_bytes for _, num_bytes in rank) for rank in found]
     # A full graph is evaluated in less memory than it is trained in.
     assert all(num_bytes > 0 for rank in found for name, num_bytes in rank if name != "evaluation")
@@ -80,10 +92,37 @@ def test_a_gpu_holds_what_a_cpu_does_and_its_context_and_what_rounding_took_from
     graph = graph_of(plan.partition)
     on_gpu, on_cpu = (dict(peak_memory(plan, graph, made_model(), cluster)[0]) for cluster in (GPU, CPU))
     assert on_gpu.pop("context") > on_cpu.pop("context") > 0
-    # Of 1000 rows and 16 columns, in two layers.
-    rest = 2 * 1000 * 16 * 2 if precision is Dtype.BFLOAT16 else 0
+    # A byte for each number of 1000 rows and 16 columns, in two layers.
+    rest = 2 * 1000 * 16 if precision is Dtype.BFLOAT16 else 0
     assert on_gpu.pop("activations") - on_cpu.pop("activations") == rest
     assert on_gpu == on_cpu
+
+
+def test_compressed_gradients_take_what_they_keep_and_what_passes_beside_the_backward_pass():
+    plan = made_plan(equal_parts(4, num_nodes=4000, num_edges=16_000, halo_rows=50), overlap_gradients=True)
+    assert "gradient compression" not in memory_of(plan)[0]
+    elements = num_parameters(graph_of(plan.partition), made_model())
+    half = dataclasses.replace(plan, gradient_compression=GradientCompression(kind=CompressionKind.BF16))
+    assert memory_of(half)[0]["gradient compression"] == 2 * elements
+    # Behind the backward pass its activations are free again, and there are more of them.
+    assert "gradient compression" not in memory_of(dataclasses.replace(half, overlap_gradients=False))[0]
+    how = GradientCompression(kind=CompressionKind.TOP_K, kept_ratio=0.1)
+    top_k = dataclasses.replace(plan, gradient_compression=how, overlap_gradients=False)
+    assert memory_of(top_k)[0]["gradient compression"] == 4 * elements
+
+
+def test_a_step_an_evaluation_and_messages_behind_the_backward_pass_take_the_same_memory_in_turn():
+    how = GradientCompression(kind=CompressionKind.TOP_K, kept_ratio=1.0)
+    partition = equal_parts(8, num_nodes=400, num_edges=1600, halo_rows=5)
+    plan = made_plan(partition, data_parallel_degree=2, graph_parallel_degree=1, gradient_compression=how)
+    memory = memory_of(plan)[0]
+    elements = num_parameters(graph_of(partition), made_model())
+    # Entries of both ranks and own ones of 8 bytes, 8 more of each while they are chosen, 4 of its magnitude.
+    passing = elements * (3 * 8 + 8 + 4)
+    others = sum(memory[name] for name in ("activations", "workspace", "messages", "evaluation"))
+    assert memory["evaluation"] > 0
+    assert passing > others
+    assert memory["gradient compression"] == 4 * elements + passing - others
 
 
 def test_attention_keeps_nothing_of_edges_times_width():
@@ -152,8 +191,9 @@ def test_memory_grows_with_the_nodes_and_edges_of_a_part(plan, model, data):
     parts = [larger_part if part is other else other for other in plan.partition.parts]
     larger = dataclasses.replace(plan, partition=dataclasses.replace(plan.partition, parts=tuple(parts)))
     for less, more in zip(memory_of(plan, model), memory_of(larger, model), strict=True):
-        # An evaluation counts by what it takes beyond the training step.
-        assert all(more[name] >= less[name] for name in less if name != "evaluation")
+        # These count by what they take beyond the rest, which grows.
+        beyond = {"evaluation", "gradient compression"}
+        assert all(more[name] >= less[name] for name in less if name not in beyond)
         assert sum(more.values()) >= sum(less.values())
 
 
@@ -299,3 +339,54 @@ def test_a_plan_that_does_not_fit_is_told_in_a_sentence(have_gib, reason):
     small: RankMemory = (("parameters", GIB), ("activations", GIB))
     large: RankMemory = (("parameters", GIB), ("activations", 4 * GIB), ("workspace", 2 * GIB))
     assert misfit((small, large), made_cluster(memory_bytes=have_gib * GIB)) == reason
+
+
+# --- What exchanges hold.
+
+
+@pytest.mark.parametrize(
+    ("fields", "messages"),
+    [
+        # Each of two parts sends 40 rows of keys and values, 2 x 16 columns in fp32.
+        ({}, 40 * 32 * 4),
+        ({"exchange_payload": ExchangePayload.ROWS}, 40 * 16 * 4),
+        # Ten rows at a time; all of them while they are on their way beside attention.
+        ({"exchange_chunk_bytes": 10 * 32 * 4}, 10 * 32 * 4),
+        ({"exchange_chunk_bytes": 10 * 32 * 4, "overlap_exchange": True}, 40 * 32 * 4),
+        # The rows before they are narrowed, and 40 that came in bf16.
+        ({"exchange_precision": Dtype.BFLOAT16}, 40 * 32 * 4 + 40 * 32 * 2),
+        # All rows of the larger part, padded; queries, keys and values of own rows.
+        ({"exchange": (Exchange.ALL_GATHER,) * 2}, 500 * 32 * 4),
+        ({"exchange": (Exchange.HEAD_ALL_TO_ALL,) * 2}, 500 * 48 * 4),
+    ],
+    ids=str,
+)
+def test_messages_by_hand(fields, messages):
+    plan = made_plan(equal_parts(2, num_nodes=1000, num_edges=8000, halo_rows=40), **fields)
+    assert {memory["messages"] for memory in memory_of(plan)} == {messages}
+
+
+def test_heads_hold_the_edges_of_the_whole_batch_and_attention_of_their_own():
+    cut = equal_parts(2, num_nodes=1000, num_edges=8000, halo_rows=40)
+    halo, heads = (
+        memory_of(made_plan(cut, exchange=(exchange,) * 2))[0] for exchange in (Exchange.HALO, Exchange.HEAD_ALL_TO_ALL)
+    )
+    # 4000 edges more, of three numbers in int32.
+    assert heads["inputs"] - halo["inputs"] == 4000 * 12
+    # Of 1000 rows instead of 500 and 540, half the columns: queries, keys, values, outputs and log-sum-exps.
+    per_layer = 1000 * 3 * 8 * 4 + 1000 * 2 * 4 + 1000 * 8 * 4 - ((500 + 2 * 540) * 16 * 4 + 500 * 4 * 4)
+    assert heads["activations"] - halo["activations"] == 2 * per_layer
+
+
+def test_an_overlapped_exchange_keeps_both_outputs_of_attention_and_their_weights():
+    plan = made_plan(equal_parts(2, num_nodes=1000, num_edges=8000, halo_rows=40))
+    parts = tuple(
+        dataclasses.replace(part, num_boundary_nodes=100, boundary_nodes_from=(100, 0)) for part in plan.partition.parts
+    )
+    plan = dataclasses.replace(plan, partition=dataclasses.replace(plan.partition, parts=parts))
+    (before, _), (after, _) = (
+        memory_of(dataclasses.replace(plan, overlap_exchange=overlaps)) for overlaps in (False, True)
+    )
+    # Queries, log-sum-exps and outputs of 100 rows, all outputs once more before the merge, and two weights a head.
+    per_layer = 100 * 16 * 4 + 100 * 4 * 4 + 100 * 16 * 4 + 500 * 16 * 4 + 2 * 600 * 4 * 4
+    assert after["activations"] - before["activations"] == 2 * per_layer

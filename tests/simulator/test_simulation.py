@@ -10,9 +10,10 @@ from simulator.memory import peak_memory, total_bytes
 from simulator.simulation import pricing, simulate, simulate_with
 from simulator.specs.calibration import Calibration
 from simulator.specs.cluster import ClusterSpec, DeviceKind, LinkSpec
+from simulator.specs.gradients import CompressionKind, GradientCompression
 from simulator.specs.model import EdgeBias
 from simulator.specs.plan import Exchange, Plan, Recompute, StepMode
-from simulator.specs.program import Phase, TaskKind
+from simulator.specs.program import Phase, Stream, TaskKind
 from simulator.specs.trace import Trace, TraceOrigin
 from simulator.specs.units import GB, Dtype
 from simulator.workload import lower
@@ -210,7 +211,8 @@ def test_a_plan_that_cannot_run_is_refused_with_all_reasons():
         trace_of(plan, cluster=made_cluster(devices_per_host=1))
     assert str(error.value) == (
         "plan.num_ranks=2 must not exceed cluster.num_devices=1: lower data_parallel_degree or graph_parallel_degree; "
-        "exchange[0] must not be none when plan.graph_parallel_degree=2: use halo or all_gather"
+        "exchange[0] must not be none when plan.graph_parallel_degree=2: use halo, all_gather or "
+        "head_all_to_all"
     )
 
 
@@ -295,6 +297,38 @@ def test_sparse_entries_count():
 )
 def test_every_choice_of_a_plan_counts(other):
     assert seconds_of(dataclasses.replace(TWO, **other)) > seconds_of(TWO)
+
+
+@pytest.mark.parametrize("kind", list(CompressionKind))
+def test_a_reduction_beside_the_backward_pass_hides_behind_it(kind):
+    settings: dict[CompressionKind, dict[str, Any]] = {
+        CompressionKind.TOP_K: {"kept_ratio": 0.05},
+        CompressionKind.POWER_SGD: {"matrix_rank": 1},
+    }
+    how = GradientCompression(kind=kind, **settings.get(kind, {}))
+    plan = dataclasses.replace(TWO, gradient_bucket_bytes=4096, gradient_compression=how)
+    beside = dataclasses.replace(plan, overlap_gradients=True)
+    for cluster in (CPU, GPU):
+        # Of the collectives some lie wholly beside the backward pass; what is computed stays.
+        traces = [trace_of(each, cluster=cluster) for each in (plan, beside)]
+        assert traces[1].median_step_seconds < traces[0].median_step_seconds
+        computed = [sum(s.busy_seconds for s in t.spans if not s.kind.is_collective) for t in traces]
+        assert computed[0] == pytest.approx(computed[1])
+        end = max(span.end_seconds for span in traces[1].spans if span.phase is Phase.BACKWARD)
+        assert any(span.stream is Stream.GRADIENTS and span.end_seconds < end for span in traces[1].spans)
+        # No update begins before all of it is there.
+        (clip,) = {span.start_seconds for span in traces[1].spans if span.name == "clip" and span.rank == 0}
+        assert clip >= max(s.end_seconds for s in traces[1].spans if s.rank == 0 and s.stream is Stream.GRADIENTS)
+
+
+def test_fewer_bytes_take_less_time_where_links_are_slow():
+    slow = made_calibration(collective_seconds=lambda *law: 100 * made_collective_seconds(*law))
+    whole, half = (
+        dataclasses.replace(TWO, gradient_compression=GradientCompression(kind=kind))
+        for kind in (CompressionKind.NONE, CompressionKind.BF16)
+    )
+    model = {"width": 256, "feed_forward_width": 512}
+    assert seconds_of(half, calibration=slow, model=model) < seconds_of(whole, calibration=slow, model=model)
 
 
 def test_the_number_format_decides_which_costs_count():

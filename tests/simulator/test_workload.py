@@ -9,14 +9,15 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from simulator.costs import task_flops
+from simulator.gradients import gradient_buckets
 from simulator.specs.cluster import DeviceKind
+from simulator.specs.gradients import GradientCompression
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import EdgeBias, ModelSpec
 from simulator.specs.plan import Exchange, Plan, Recompute, batch_parts, seed_ranges
 from simulator.specs.program import SHAPE_FIELDS, Phase, Stream, Task, TaskKind, task_name
 from simulator.specs.units import Dtype
 from simulator.workload import (
-    gradient_buckets,
     lower,
     num_input_columns,
     num_parameters,
@@ -146,6 +147,11 @@ def test_an_exchange_sends_back_the_gradients_of_what_it_brought(drawn, step):
                 given_bytes = by_name[rank][name].shape[0]
                 assert by_name[rank][f"{name}.backward"].shape == (given_bytes * len(group),)
                 assert {by_name[other][name].shape[0] for other in group} == {given_bytes}
+            elif plan.exchange[layer] is Exchange.HEAD_ALL_TO_ALL:
+                for way in (name, f"{name}_back"):
+                    for index, other in enumerate(group):
+                        back = by_name[other][f"{way}.backward"].shape[rank - group[0]]
+                        assert by_name[rank][way].shape[index] == back
 
 
 @given(plans_and_models(), st.integers(0, 20), st.integers(0, 3))
@@ -188,7 +194,13 @@ def test_edges_that_leave_a_batch_are_left_out():
 
 
 @pytest.mark.parametrize(
-    ("exchange", "rows"), [(Exchange.NONE, 10), (Exchange.HALO, 10 + 3 + 4), (Exchange.ALL_GATHER, 3 * 30)]
+    ("exchange", "rows"),
+    [
+        (Exchange.NONE, 10),
+        (Exchange.HALO, 10 + 3 + 4),
+        (Exchange.ALL_GATHER, 3 * 30),
+        (Exchange.HEAD_ALL_TO_ALL, 10 + 20 + 30),
+    ],
 )
 def test_rows_that_a_rank_attends_to_by_hand(exchange, rows):
     parts = [
@@ -310,14 +322,20 @@ def test_every_program_is_well_formed(drawn, cluster):
                 assert (index, task.stream, task.waits_for) == (0, Stream.LOADER, ())
                 assert task.blocks_host == (plan.prefetch_batches == 0)
                 continue
-            # Each change of stream waits for the task before it, so that tasks run in the order of the program; but the
-            # host waits for its batch, and nothing for that of a later step.
-            previous = tasks[index - 1].stream if index else task.stream
-            waits = task.stream is not previous and previous is not Stream.LOADER
-            assert task.waits_for == ((index - 1,) if waits else ())
-            assert task.stream is (Stream.COMMUNICATION if task.kind.is_collective else Stream.COMPUTE)
-            # CPUs run a task while the host thread waits.
-            assert task.blocks_host == (cluster is CPU)
+            is_beside = plan.overlap_gradients and task.kind.is_collective and task.phase is Phase.UPDATE
+            # Each change of stream waits for the task before it, so that tasks run in the order of the program; but no
+            # task waits for what goes on beside it, unless it takes the result, and none for a batch: the host waits
+            # for it, or it is of a later step. test_exchange_tasks.py has collectives that overlap with attention.
+            beside = (Stream.GRADIENTS, Stream.LOADER)
+            in_turn = [earlier for earlier in range(index) if tasks[earlier].stream not in beside]
+            waited = [earlier for earlier in task.waits_for if tasks[earlier].stream is not Stream.GRADIENTS]
+            if not plan.overlap_exchange:
+                assert waited == [earlier for earlier in in_turn[-1:] if tasks[earlier].stream is not task.stream]
+            in_order = Stream.COMMUNICATION if task.kind.is_collective else Stream.COMPUTE
+            assert task.stream is (Stream.GRADIENTS if is_beside else in_order)
+            # CPUs run a task while the host thread waits, but for what goes on beside it.
+            if not (plan.overlap_exchange and task.kind.is_collective):
+                assert task.blocks_host == (cluster is CPU and not is_beside)
         assert (tasks[0].name == "batch") == (not plan.is_full_graph and not plan.keep_batches)
 
 
@@ -477,7 +495,14 @@ def test_the_backward_pass_is_the_forward_pass_reversed(drawn):
     for rank in tasks_of(plan, model):
         forward = [task.name for task in rank if task.phase is Phase.FORWARD and task.name != "batch"]
         backward = [task.name for task in rank if task.phase is Phase.BACKWARD]
-        assert backward == [f"{name}.backward" for name in reversed(forward)]
+        both = {name for name in forward if f"{name}.backward" in backward}
+        # What is a view forward has a task backward alone; nothing has a forward task alone.
+        assert both == set(forward)
+        only_backward = {name.split(".")[1] for name in backward if name.removesuffix(".backward") not in both}
+        assert only_backward <= {"heads", "boundary_queries"}
+        if not plan.overlap_exchange:
+            found = [name for name in backward if name.removesuffix(".backward") in both]
+            assert found == [f"{name}.backward" for name in reversed(forward)]
 
 
 def test_a_layer_is_recomputed_before_the_products_of_its_backward_pass_need_it():
@@ -527,6 +552,7 @@ def test_gradient_buckets_take_every_parameter_once_and_as_many_as_fit(sizes, bu
 @given(plans_and_models())
 def test_all_reduces_carry_every_parameter_and_the_loss(drawn):
     plan, model = drawn
+    plan = dataclasses.replace(plan, gradient_compression=GradientCompression())
     graph = graph_of(plan.partition)
     for rank in tasks_of(plan, model, graph):
         reduced = [task for task in rank if task.kind is TaskKind.ALL_REDUCE]

@@ -36,6 +36,7 @@ from simulator.specs.files import (
     write_trace,
     write_traces,
 )
+from simulator.specs.gradients import CompressionKind, GradientCompression
 from simulator.specs.graph import CommunityGraph, FeatureNorm, GraphFile
 from simulator.specs.model import ModelSpec
 from simulator.specs.order import OrderSpec
@@ -252,6 +253,18 @@ def test_a_byte_order_mark_and_other_line_ends_do_no_harm(tmp_path):
             "search.exchanges must not hold none: a single rank has nothing to exchange",
         ),
         (GRAPH + MODEL + CLUSTER + TRAIN + "[search]\nnum_ranks = 4\n", "search.num_ranks must be a list, got 4"),
+        (
+            GRAPH + MODEL + CLUSTER + TRAIN + "[search]\ngradient_bucket_bytes = ['5 MiB', 1048576]\n",
+            'search.gradient_bucket_bytes[1] must be a text with a unit, such as "141 GiB", got 1048576',
+        ),
+        (
+            GRAPH + MODEL + CLUSTER + TRAIN + "[search]\ngradient_bucket_bytes = '5 MiB'\n",
+            'search.gradient_bucket_bytes must be a list, got "5 MiB"',
+        ),
+        (
+            GRAPH + MODEL + CLUSTER + TRAIN + "[search]\ngradient_compressions = [{kind = 'top_k'}]\n",
+            "search.gradient_compressions[0].kept_ratio must be > 0 and <= 1 for top_k, got 0.0",
+        ),
         (
             GRAPH + MODEL + CLUSTER + TRAIN + "seed = 1979-05-27\n",
             "train.seed must be a whole number, got datetime.date(",
@@ -529,3 +542,20 @@ def test_a_device_named_in_full_needs_no_built_in_name(tmp_path):
     )
     write_cluster(tmp_path / "c.toml", cluster)
     assert read_cluster(tmp_path / "c.toml") == cluster
+
+
+def test_how_gradients_may_be_reduced_is_written_with_units(tmp_path):
+    search = """[search]
+gradient_bucket_bytes = ["512 KiB", "25 MiB"]
+overlap_gradients = [true]
+gradient_compressions = [{kind = "none"}, {kind = "power_sgd", matrix_rank = 4}]
+"""
+    run = read_run(written(tmp_path, GRAPH + MODEL + CLUSTER + TRAIN + search, "run.toml"))
+    assert run.search == SearchSpec(
+        gradient_bucket_bytes=(512 * 1024, 25 * 1024**2),
+        overlap_gradients=(True,),
+        gradient_compressions=(
+            GradientCompression(),
+            GradientCompression(kind=CompressionKind.POWER_SGD, matrix_rank=4),
+        ),
+    )

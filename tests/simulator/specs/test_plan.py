@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simulator.errors import SpecError
+from simulator.specs.gradients import CompressionKind, GradientCompression
 from simulator.specs.plan import (
     Exchange,
     PartitionMethod,
@@ -150,3 +151,31 @@ def test_sampled_batches_out_of_range_are_refused():
     ):
         with pytest.raises(SpecError, match=f"{field} {rule}"):
             replace(sampled, **{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"kind": CompressionKind.TOP_K}, "kept_ratio must be > 0 and <= 1 for top_k, got 0.0"),
+        ({"kind": CompressionKind.TOP_K, "kept_ratio": 1.5}, "kept_ratio must be > 0 and <= 1 for top_k, got 1.5"),
+        ({"kind": CompressionKind.BF16, "kept_ratio": 0.1}, "kept_ratio must be 0 for bf16: it is for top_k, got 0.1"),
+        ({"kind": CompressionKind.POWER_SGD}, "matrix_rank must be >= 1 for power_sgd, got 0"),
+        ({"matrix_rank": 2}, "matrix_rank must be 0 for none: it is for power_sgd, got 2"),
+    ],
+)
+def test_a_compression_with_a_setting_of_another_kind_or_without_its_own_is_refused(fields, message):
+    with pytest.raises(SpecError) as caught:
+        GradientCompression(**fields)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (GradientCompression(), "none"),
+        (GradientCompression(kind=CompressionKind.TOP_K, kept_ratio=0.01), "top-k of 1 %"),
+        (GradientCompression(kind=CompressionKind.POWER_SGD, matrix_rank=4), "PowerSGD of rank 4"),
+    ],
+)
+def test_a_compression_in_words(how, words):
+    assert str(how) == words

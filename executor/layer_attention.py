@@ -1,0 +1,161 @@
+"""The attention of one layer under each exchange, from queries, keys and values (or normed rows) to its output.
+
+`simulator/exchange_tasks.py` lowers these tasks in this order.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from executor import operations
+from executor.attention.graph import EdgeGraph
+from executor.data import RankData
+from executor.dense import Weights
+from executor.exchange import RowExchange, exchange_rows
+from executor.heads import HeadExchange, heads_to_nodes, nodes_to_heads
+from executor.overlap import MERGE, Flight, await_exchange, boundary_queries, start_exchange
+from executor.record import Recorder
+from simulator.specs.plan import Exchange
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerAttention:
+    """A layer's attention.
+
+    Attributes:
+        data: this rank's rows and edges.
+        weights: of the layer.
+        index: of the layer.
+        exchange: of the layer.
+        wire: number format of what travels.
+    """
+
+    data: RankData
+    weights: Weights
+    recorder: Recorder
+    index: int
+    exchange: Exchange
+    num_heads: int
+    wire: torch.dtype
+
+    @property
+    def layer(self) -> str:
+        """Name of the layer."""
+        return f"layer{self.index}"
+
+    def in_turn(self, q_ND: Tensor, kv_N2D: Tensor) -> Tensor:
+        """Return attention over all edges, once all keys and values are there."""
+        kv_M2D = kv_N2D if self.exchange is Exchange.NONE else exchange_rows(kv_N2D, self._row_exchange())
+        return self._attend(q_ND, kv_M2D)
+
+    def of_rows(self, x_ND: Tensor) -> Tensor:
+        """Return the same, where normed rows travel and make keys and values wherever they are needed."""
+        x_MD = exchange_rows(x_ND, self._row_exchange())
+        weight = self.weights["query_key_value.weight"]
+        q_ND = self.recorder.run(f"{self.layer}.query", operations.QUERY, x_ND, weight)
+        kv_M2D = self.recorder.run(f"{self.layer}.key_value", operations.KEY_VALUE, x_MD, weight)
+        return self._attend(q_ND, kv_M2D)
+
+    def overlapped(self, q_ND: Tensor, kv_N2D: Tensor) -> Tensor:
+        """Return attention over edges between own rows, while others travel, merged with that over the other edges."""
+        q_ND, last_BD = self._boundary(q_ND)
+        kv_N2D, received, flight = start_exchange(kv_N2D, self._row_exchange())
+        return self._both_parts(q_ND, last_BD, kv_N2D, received, flight)
+
+    def overlapped_rows(self, x_ND: Tensor) -> Tensor:
+        """Return the same, where normed rows travel: the projection of own rows overlaps too."""
+        x_ND, received, flight = start_exchange(x_ND, self._row_exchange())
+        weight = self.weights["query_key_value.weight"]
+        q_ND, kv_N2D = self.recorder.run(f"{self.layer}.query_key_value", operations.PROJECTION, x_ND, weight)
+        q_ND, last_BD = self._boundary(q_ND)
+        return self._both_parts(q_ND, last_BD, kv_N2D, received, flight, received_weight=weight)
+
+    def by_heads(self, q_ND: Tensor, kv_N2D: Tensor) -> Tensor:
+        """Return attention of own heads over the edges of all ranks, brought back to own rows."""
+        exchange = HeadExchange(
+            layout=self.data.layout,
+            recorder=self.recorder,
+            layer=self.layer,
+            graph_rank=self.data.graph_rank,
+            num_heads=self.num_heads,
+            head_size=q_ND.shape[1] // self.num_heads,
+            dtype=q_ND.dtype,
+            wire=self.wire,
+        )
+        q_GD, kv_G2D = nodes_to_heads(q_ND, kv_N2D, exchange)
+        table_BH = self.weights.get("edge_bias")
+        if exchange.num_own_heads > 0:
+            own_table = None if table_BH is None else table_BH[:, exchange.own_heads]
+            bias_EH = self._bias("", own_table, self.data.group_degree_bucket_E)
+            graph = self.data.edges[self.exchange]
+            out_GD = self.recorder.run(
+                f"{self.layer}.attention", operations.ATTENTION, q_GD, kv_G2D, bias_EH, graph, exchange.num_own_heads
+            )
+        else:
+            # Nothing to attend with: the exchange back sends nothing. All parameters still get a gradient, of zeros.
+            out_GD = q_GD if table_BH is None else q_GD + table_BH[:, :0].sum()
+        return heads_to_nodes(out_GD, exchange)
+
+    def _both_parts(
+        self,
+        q_ND: Tensor,
+        last_BD: Tensor,
+        kv_N2D: Tensor,
+        received: Tensor,
+        flight: Flight,
+        *,
+        received_weight: Tensor | None = None,
+    ) -> Tensor:
+        """Return attention over inner edges, then, when rows have arrived, over outer ones, and the merge of both.
+
+        Args:
+            last_BD: queries of the rows with outer edges.
+            received_weight: makes keys and values of what arrives; None if these arrive themselves.
+        """
+        halves = self.data.halves[self.exchange]
+        table_BH = self.weights.get("edge_bias")
+        bias_EH = self._bias("_interior", table_BH, halves.inner_bucket_E)
+        inner = self._part("_interior", q_ND, kv_N2D, bias_EH, halves.inner)
+        bias_EH = self._bias("_halo", table_BH, halves.outer_bucket_E)
+        rows_MC = await_exchange(received, flight)
+        if received_weight is not None:
+            rows_MC = self.recorder.run(f"{self.layer}.key_value", operations.KEY_VALUE, rows_MC, received_weight)
+        outer = self._part("_halo", last_BD, rows_MC, bias_EH, halves.outer)
+        merged_NHK: Tensor = self.recorder.run(f"{self.layer}.merge", MERGE, inner, outer)
+        return merged_NHK.flatten(1)
+
+    def _attend(self, q_ND: Tensor, kv_M2D: Tensor) -> Tensor:
+        edges, bucket_E = self.data.attended(self.index, self.exchange)
+        bias_EH = self._bias("", self.weights.get("edge_bias"), bucket_E)
+        return self.recorder.run(  # type: ignore[no-any-return]
+            f"{self.layer}.attention", operations.ATTENTION, q_ND, kv_M2D, bias_EH, edges, self.num_heads
+        )
+
+    def _part(
+        self, suffix: str, q_ND: Tensor, kv_M2D: Tensor, bias_EH: Tensor | None, edges: EdgeGraph
+    ) -> tuple[Tensor, Tensor]:
+        return self.recorder.run(  # type: ignore[no-any-return]
+            f"{self.layer}.attention{suffix}", operations.ATTENTION_PART, q_ND, kv_M2D, bias_EH, edges, self.num_heads
+        )
+
+    def _bias(self, suffix: str, table_BH: Tensor | None, bucket_E: Tensor | None) -> Tensor | None:
+        if table_BH is None:
+            return None
+        return self.recorder.run(  # type: ignore[no-any-return]
+            f"{self.layer}.edge_bias{suffix}", operations.EDGE_BIAS, table_BH, bucket_E
+        )
+
+    def _boundary(self, q_ND: Tensor) -> tuple[Tensor, Tensor]:
+        num_boundary = self.data.halves[self.exchange].outer.num_targets
+        return boundary_queries(q_ND, num_boundary, self.recorder, self.layer)
+
+    def _row_exchange(self) -> RowExchange:
+        return RowExchange(
+            exchange=self.exchange,
+            layout=self.data.layout,
+            recorder=self.recorder,
+            layer=self.layer,
+            dtype=self.data.dtype,
+            wire=self.wire,
+        )

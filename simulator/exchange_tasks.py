@@ -1,0 +1,359 @@
+"""Lowers a layer's attention with its exchange: from the normed rows to what attention made of them.
+
+`executor/exchange.py`, `executor/overlap.py` and `executor/heads.py` run these tasks under the same names.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from simulator.exchanges import (
+    head_counts,
+    message_name,
+    num_messages,
+    payload_columns,
+    rows_in_message,
+    rows_per_message,
+    wire_dtype,
+)
+from simulator.specs.model import EdgeBias, ModelSpec
+from simulator.specs.plan import Exchange, ExchangePayload, Plan
+from simulator.specs.program import TaskKind
+from simulator.specs.units import Dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EdgeCounts:
+    """A set of edges in numbers.
+
+    Attributes:
+        num_of_long_targets: edges of targets with more than `MAX_SHORT_EDGES` edges of the set.
+        num_of_long_sources: edges of sources with more than so many.
+    """
+
+    num_edges: int = 0
+    num_of_long_targets: int = 0
+    num_of_long_sources: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupWork:
+    """What one rank and the others of its graph group hold in a step, as its exchanges need it.
+
+    Attributes:
+        graph_rank: of the group.
+        rows_by_rank: nodes that each rank of the group owns; of a layer of a sampled batch, the rows that it gets.
+        rows_to, rows_from: rows that this rank sends to each, and receives from each, in a halo exchange.
+        max_pair_rows: the most rows that one rank of the group sends to another one in it.
+        num_boundary_rows: own nodes with edges from nodes of others.
+        edges: into own nodes.
+        inner_edges, outer_edges: of them, from own nodes and from nodes of others.
+        group_edges: of the whole batch.
+        num_sampled_targets: of a layer of a sampled batch, the rows that it returns; None for all.
+    """
+
+    graph_rank: int = 0
+    rows_by_rank: tuple[int, ...] = (0,)
+    rows_to: tuple[int, ...] = (0,)
+    rows_from: tuple[int, ...] = (0,)
+    max_pair_rows: int = 0
+    num_boundary_rows: int = 0
+    edges: EdgeCounts = field(default_factory=EdgeCounts)
+    inner_edges: EdgeCounts = field(default_factory=EdgeCounts)
+    outer_edges: EdgeCounts = field(default_factory=EdgeCounts)
+    group_edges: EdgeCounts = field(default_factory=EdgeCounts)
+    num_sampled_targets: int | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Own nodes."""
+        return self.rows_by_rank[self.graph_rank]
+
+    @property
+    def num_group_rows(self) -> int:
+        """Nodes of all ranks."""
+        return sum(self.rows_by_rank)
+
+    def num_remote_rows(self, exchange: Exchange) -> int:
+        """Return the rows that an exchange of rows brings; an all-gather's hold the own ones too, all padded."""
+        if exchange is Exchange.HALO:
+            return sum(self.rows_from)
+        return max(self.rows_by_rank) * len(self.rows_by_rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """A forward task and what its backward pass is.
+
+    Attributes:
+        kind, backward_kind: None where nothing runs.
+        dtype: None for the plan's precision.
+        is_in_flight: forward, nothing waits for this collective until an operation that joins.
+        backward_is_in_flight: the same of the backward pass.
+        joins, backward_joins: the task waits for all collectives that are in flight.
+    """
+
+    name: str
+    kind: TaskKind | None
+    shape: tuple[int, ...]
+    backward_kind: TaskKind | None
+    backward_shape: tuple[int, ...]
+    dtype: Dtype | None = None
+    is_in_flight: bool = False
+    backward_is_in_flight: bool = False
+    joins: bool = False
+    backward_joins: bool = False
+
+
+def same(name: str, kind: TaskKind, shape: tuple[int, ...]) -> Operation:
+    """Return an operation whose backward pass has the same kind and shape."""
+    return Operation(name=name, kind=kind, shape=shape, backward_kind=kind, backward_shape=shape)
+
+
+def backward_only(name: str, kind: TaskKind, shape: tuple[int, ...]) -> Operation:
+    """Return an operation that forward gives a view and costs nothing."""
+    return Operation(name=name, kind=None, shape=(), backward_kind=kind, backward_shape=shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionLowering:
+    """Lowers the attention of one layer on one rank.
+
+    Attributes:
+        layer: name of the layer.
+        exchange: of the layer.
+    """
+
+    plan: Plan
+    model: ModelSpec
+    work: GroupWork
+    layer: str
+    exchange: Exchange
+
+    def operations(self) -> list[Operation]:
+        """Return what follows the layer's first norm, up to the output of attention."""
+        index = int(self.layer.removeprefix("layer"))
+        sends_rows = self.plan.exchange_payload is ExchangePayload.ROWS
+        match self.exchange:
+            case Exchange.NONE:
+                return self._alone()
+            case Exchange.HEAD_ALL_TO_ALL:
+                return self._by_heads()
+            case Exchange.HALO | Exchange.ALL_GATHER if self.plan.overlaps(index):
+                return self._overlapped(sends_rows=sends_rows)
+            case Exchange.HALO | Exchange.ALL_GATHER:
+                return self._in_turn(sends_rows=sends_rows)
+
+    def _alone(self) -> list[Operation]:
+        """Return attention without an exchange; of a sampled batch, of the first rows alone."""
+        work, targets = self.work, self.work.num_sampled_targets
+        attention = self._attend("", work.edges, work.num_rows, targets=targets)
+        if targets is None:
+            return [self._project(), *attention]
+        shape = (work.num_rows, targets, self.model.width)
+        return [self._project(), same(f"{self.layer}.targets", TaskKind.TARGET_ROWS, shape), *attention]
+
+    # --- Exchanges of rows.
+
+    def _in_turn(self, *, sends_rows: bool) -> list[Operation]:
+        """Return the exchange, and then attention over all edges."""
+        work, width = self.work, self.model.width
+        own_rows = work.num_rows if self.exchange is Exchange.HALO else 0
+        sources = own_rows + work.num_remote_rows(self.exchange)
+        exchange = [*self._messages(own_rows=own_rows), *self._widen()]
+        attention = self._attend("", self.work.edges, sources)
+        if not sends_rows:
+            return [self._project(), *exchange, *attention]
+        return [
+            *exchange,
+            same(f"{self.layer}.query", TaskKind.PROJECTION, (work.num_rows, width, width)),
+            same(f"{self.layer}.key_value", TaskKind.PROJECTION, (sources, width, 2 * width)),
+            *attention,
+        ]
+
+    def _overlapped(self, *, sends_rows: bool) -> list[Operation]:
+        """Return attention over inner edges while rows of others are on their way, then over outer edges, and a merge.
+
+        Backward the gradients of these rows travel while the inner part runs, so the backward collectives stand where
+        forward the rows arrive.
+        """
+        work, model, layer = self.work, self.model, self.layer
+        sent = list(self._messages(own_rows=0, in_flight=True))
+        start = [
+            replace(operation, backward_kind=None, is_in_flight=True)
+            if _is_collective(operation)
+            else replace(operation, backward_joins=True)
+            for operation in sent
+        ]
+        arrive = [
+            replace(operation, kind=None, backward_is_in_flight=True) for operation in sent if _is_collective(operation)
+        ]
+        remote = work.num_remote_rows(self.exchange)
+        projection = [
+            self._project(),
+            backward_only(f"{layer}.boundary_queries", TaskKind.COPY_ROWS, (work.num_rows, model.width)),
+        ]
+        received = [*self._widen()]
+        if sends_rows:
+            received.append(same(f"{layer}.key_value", TaskKind.PROJECTION, (remote, model.width, 2 * model.width)))
+        outer = self._attention("_halo", work.outer_edges, remote, targets=work.num_boundary_rows)
+        first, *others = [*received, outer]
+        merge_shape = (work.num_rows, work.num_boundary_rows, model.num_heads, model.head_size)
+        return [
+            *(start + projection if sends_rows else projection + start),
+            *self._attend("_interior", work.inner_edges, work.num_rows),
+            *self._bias("_halo", work.outer_edges),
+            *arrive,
+            replace(first, joins=True),
+            *others,
+            same(f"{layer}.merge", TaskKind.MERGE, merge_shape),
+        ]
+
+    def _messages(self, *, own_rows: int, in_flight: bool = False) -> Iterator[Operation]:
+        """Yield packing and sending of each message, and between them the change of number format.
+
+        Args:
+            own_rows: that packing also copies to the front of the exchange buffer.
+        """
+        plan, work, layer = self.plan, self.work, self.layer
+        columns, wire = payload_columns(plan, self.model), wire_dtype(plan)
+        row_bytes = columns * wire.num_bytes
+        each = rows_per_message(plan, self.model, self.exchange)
+        most_rows = work.max_pair_rows if self.exchange is Exchange.HALO else max(work.rows_by_rank)
+        count = num_messages(most_rows, each)
+        for index in range(count):
+            if self.exchange is Exchange.HALO:
+                rows_to, rows_from = (
+                    tuple(rows_in_message(rows, index, each) for rows in split)
+                    for split in (work.rows_to, work.rows_from)
+                )
+                message_rows, kind, backward_kind = sum(rows_to), TaskKind.ALL_TO_ALL, TaskKind.ALL_TO_ALL
+                sent = tuple(rows * row_bytes for rows in rows_to)
+                sent_back = tuple(rows * row_bytes for rows in rows_from)
+                # The gradients of the last message meet the own rows' first, in a new tensor; the others are added.
+                pack = Operation(
+                    name=message_name(f"{layer}.pack", index, count),
+                    kind=TaskKind.HALO_PACK,
+                    shape=(own_rows if index == 0 else 0, message_rows, columns),
+                    backward_kind=TaskKind.HALO_PACK,
+                    backward_shape=(work.num_rows if index == count - 1 else 0, message_rows, columns),
+                )
+            else:
+                message_rows = rows_in_message(most_rows, index, each)
+                kind, backward_kind = TaskKind.ALL_GATHER, TaskKind.REDUCE_SCATTER
+                sent = (message_rows * row_bytes,)
+                sent_back = (message_rows * row_bytes * len(work.rows_by_rank),)
+                own = rows_in_message(work.num_rows, index, each)
+                pack = same(
+                    message_name(f"{layer}.pack", index, count), TaskKind.PAD_ROWS, (own, message_rows, columns)
+                )
+                if in_flight or count > 1:
+                    # Added to the gradients of own rows, or one of several pieces: no view of what was summed.
+                    pack = replace(pack, backward_kind=TaskKind.COPY_ROWS, backward_shape=(own, columns))
+            yield pack
+            if wire is not plan.precision:
+                yield same(message_name(f"{layer}.narrow", index, count), TaskKind.COPY_ROWS, (message_rows, columns))
+            yield Operation(
+                name=message_name(f"{layer}.exchange", index, count),
+                kind=kind,
+                shape=sent,
+                backward_kind=backward_kind,
+                backward_shape=sent_back,
+                dtype=wire,
+            )
+
+    def _widen(self) -> Iterator[Operation]:
+        """Yield the way back to the plan's number format, of all rows that were received."""
+        if wire_dtype(self.plan) is not self.plan.precision:
+            shape = (self.work.num_remote_rows(self.exchange), payload_columns(self.plan, self.model))
+            yield same(f"{self.layer}.widen", TaskKind.COPY_ROWS, shape)
+
+    # --- Exchange of heads.
+
+    def _by_heads(self) -> list[Operation]:
+        """Return nodes to heads, attention of the own heads over all edges, and the way back."""
+        model, work, layer = self.model, self.work, self.layer
+        heads = head_counts(model.num_heads, len(work.rows_by_rank))
+        own_heads, rows = heads[work.graph_rank], work.num_group_rows
+        wire, columns = wire_dtype(self.plan), own_heads * model.head_size
+        found = [self._project(), *self._head_messages(heads, to_heads=True)]
+        joined = same(f"{layer}.heads", TaskKind.COPY_ROWS, (rows, 3 * columns))
+        changes_format = wire is not self.plan.precision
+        found.append(joined if changes_format else backward_only(joined.name, TaskKind.COPY_ROWS, joined.shape))
+        if own_heads > 0:
+            found += self._attend("", work.group_edges, rows, targets=rows, heads=own_heads)
+        if changes_format:
+            found.append(same(f"{layer}.narrow", TaskKind.COPY_ROWS, (rows, columns)))
+        return [*found, *self._head_messages(heads, to_heads=False)]
+
+    def _head_messages(self, heads: tuple[int, ...], *, to_heads: bool) -> Iterator[Operation]:
+        """Yield the messages of one way.
+
+        Args:
+            heads: of each rank.
+            to_heads: queries, keys and values of own rows go to the ranks of their heads; else outputs come back.
+        """
+        plan, model, work, layer = self.plan, self.model, self.work, self.layer
+        wire = wire_dtype(plan)
+        head_bytes = (3 if to_heads else 1) * model.head_size * wire.num_bytes
+        each = rows_per_message(plan, model, Exchange.HEAD_ALL_TO_ALL)
+        count = num_messages(max(work.rows_by_rank), each)
+        for index in range(count):
+            own = rows_in_message(work.num_rows, index, each)
+            by_head = tuple(own * other * head_bytes for other in heads)
+            by_row = tuple(
+                rows_in_message(rows, index, each) * heads[work.graph_rank] * head_bytes for rows in work.rows_by_rank
+            )
+            # Own rows of all heads, in the layout of messages.
+            copied = same(
+                message_name(f"{layer}.{'pack' if to_heads else 'unpack'}", index, count),
+                TaskKind.COPY_ROWS,
+                (own, (3 if to_heads else 1) * model.width),
+            )
+            sent = Operation(
+                name=message_name(f"{layer}.{'exchange' if to_heads else 'exchange_back'}", index, count),
+                kind=TaskKind.ALL_TO_ALL,
+                shape=by_head if to_heads else by_row,
+                backward_kind=TaskKind.ALL_TO_ALL,
+                backward_shape=by_row if to_heads else by_head,
+                dtype=wire,
+            )
+            yield from (copied, sent) if to_heads else (sent, copied)
+
+    # --- What all of them do.
+
+    def _project(self) -> Operation:
+        width = self.model.width
+        return same(f"{self.layer}.query_key_value", TaskKind.PROJECTION, (self.work.num_rows, width, 3 * width))
+
+    def _attend(
+        self, suffix: str, edges: EdgeCounts, sources: int, *, targets: int | None = None, heads: int | None = None
+    ) -> list[Operation]:
+        """Return bias and attention over a set of edges."""
+        return [
+            *self._bias(suffix, edges, heads=heads),
+            self._attention(suffix, edges, sources, targets=targets, heads=heads),
+        ]
+
+    def _bias(self, suffix: str, edges: EdgeCounts, *, heads: int | None = None) -> list[Operation]:
+        if self.model.edge_bias is EdgeBias.NONE:
+            return []
+        shape = (edges.num_edges, self.model.num_heads if heads is None else heads)
+        return [same(f"{self.layer}.edge_bias{suffix}", TaskKind.EDGE_BIAS, shape)]
+
+    def _attention(
+        self, suffix: str, edges: EdgeCounts, sources: int, *, targets: int | None = None, heads: int | None = None
+    ) -> Operation:
+        shape = (
+            self.work.num_rows if targets is None else targets,
+            sources,
+            edges.num_edges,
+            edges.num_of_long_targets,
+            edges.num_of_long_sources,
+            self.model.num_heads if heads is None else heads,
+            self.model.head_size,
+        )
+        return same(f"{self.layer}.attention{suffix}", TaskKind.ATTENTION, shape)
+
+
+def _is_collective(operation: Operation) -> bool:
+    return operation.kind is not None and operation.kind.is_collective
