@@ -7,12 +7,11 @@ where hosts hold other files or versions; compared through the store, that is a 
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in __all__
 
 from executor.exchange import ExchangeLayout
-from executor.mesh import Place
 from simulator.errors import PlanError
 
 _FIX = "give all ranks the same plan, partition, graph and version of graphpilot"
@@ -28,7 +27,7 @@ class Sizes:
     """
 
     counts: Mapping[str, int | str]
-    layouts: Mapping[str, "Rows"]
+    layouts: Mapping[str, "Rows"] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,16 +56,19 @@ def rows_of(layout: ExchangeLayout) -> Rows:
     )
 
 
-def require_agreement(store: Store, place: Place, mine: Sizes) -> None:
+def require_agreement(store: Store, mine: Sizes, *, about: str, rank: int, num_ranks: int) -> None:
     """Return when all ranks have told their sizes and these fit together.
+
+    Args:
+        about: tells several agreements of a run apart.
 
     Raises:
         PlanError: if they do not; the same on all ranks.
     """
-    if place.num_ranks == 1:
+    if num_ranks == 1:
         return
-    store.set(f"sizes{place.rank}", json.dumps(asdict(mine)))
-    keys = [f"sizes{rank}" for rank in range(place.num_ranks)]
+    keys = [f"{about} of rank {other}" for other in range(num_ranks)]
+    store.set(keys[rank], json.dumps(asdict(mine)))
     while not store.check(keys):  # the heartbeat ends a wait that lasts too long
         time.sleep(0.01)
     sizes = [_sizes_from_json(text) for text in store.multi_get(keys)]

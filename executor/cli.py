@@ -264,7 +264,7 @@ def simulate_command(
     out: Annotated[Path, typer.Option(help="Where the predicted trace goes; it opens in Perfetto.")] = Path(
         "predicted.json"
     ),
-    step: Annotated[int, typer.Option(help="Which training step; cluster batches differ.", min=0)] = 0,
+    step: Annotated[int, typer.Option(help="Which training step; batches of clusters differ.", min=0)] = 0,
     trials: Annotated[int, typer.Option(help="Steps to draw for the interval.", min=1)] = 20,
     force: ForceFlag = False,
     json: JsonFlag = False,
@@ -307,6 +307,9 @@ def train(
     quiet: QuietFlag = False,
 ) -> None:
     """Train as a plan says: alone, starting the ranks of this host, or unchanged under torchrun on many hosts.
+
+    Steps of plans with cluster or sampled batches include the making of their batch, or the wait for one that a thread
+    makes ahead, as the plan says; result.json sums it up as data_seconds. Accuracies are of the whole graph.
 
     With train.checkpoint_every_steps, SIGTERM and Ctrl-C save the run and end it; a second one ends it at once.
 

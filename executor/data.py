@@ -13,12 +13,42 @@ from executor.attention.graph import EdgeGraph
 from executor.compat import making_sparse_csr
 from executor.exchange import ExchangeLayout
 from executor.operations import SparseFeatures
-from executor.topology import EdgeHalves, Topology, by_message
+from executor.sampling.neighbourhood import Neighbourhood
+from executor.topology import EdgeHalves, Topology, by_message, on_device
 from simulator.readers.graphs import Graph
 from simulator.specs.model import NUM_DEGREE_BUCKETS
 from simulator.specs.plan import ROW_EXCHANGES, Exchange
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """A run's arrays, the same on every rank.
+
+    Attributes:
+        part_N: part of each node.
+        encodings: positional encodings, [N, columns], or None.
+        order_N: the nodes in the plan's order; None for the natural one.
+    """
+
+    graph: Graph
+    part_N: np.ndarray
+    encodings: np.ndarray | None
+    order_N: np.ndarray | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerData:
+    """What one layer attends to in a batch of sampled neighbourhoods.
+
+    Attributes:
+        edges: from the layer's rows to the first of them.
+        degree_bucket_E: as in `RankData`.
+    """
+
+    edges: EdgeGraph
+    degree_bucket_E: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +69,8 @@ class RankData:
         train_row_T, train_label_T: own rows that the loss uses, and their labels.
         num_train_rows_of_step: rows that the loss uses on all ranks of the step.
         mask_rows: own labelled rows by split, "train", "val" and "test".
+        layers: of sampled neighbourhoods, what each layer attends to; then `edges` and `degree_bucket_E` are empty,
+            `node_N` and features those of the first layer's rows, labels those of the last one's. Else empty.
     """
 
     dtype: torch.dtype
@@ -53,9 +85,41 @@ class RankData:
     train_label_T: Tensor
     num_train_rows_of_step: int
     mask_rows: Mapping[str, Tensor]
+    layers: tuple[LayerData, ...] = ()
     halves: Mapping[Exchange, EdgeHalves] = field(default_factory=dict)
     group_degree_bucket_E: Tensor | None = None
     graph_rank: int = 0
+
+    def attended(self, layer: int, exchange: Exchange) -> tuple[EdgeGraph, Tensor | None]:
+        """Return the edges into own rows that a layer attends along under an exchange, and their degree buckets."""
+        if self.layers:
+            return self.layers[layer].edges, self.layers[layer].degree_bucket_E
+        return self.edges[exchange], self.degree_bucket_E
+
+    def target_node_N(self, layer: int) -> Tensor:
+        """Return the global ids of the rows that a layer returns."""
+        return self.node_N[: self.layers[layer].edges.num_targets] if self.layers else self.node_N
+
+    @property
+    def all_edges(self) -> list[EdgeGraph]:
+        """All edges as layers attend along them: of each layer, or of each exchange or both its halves."""
+        halves = [half for both in self.halves.values() for half in (both.inner, both.outer)]
+        return [*self.edges.values(), *halves, *(layer.edges for layer in self.layers)]
+
+    def batch_shape(self, num_graph_nodes: int) -> tuple[int, ...]:
+        """Return the shape of the task that made this batch, counted."""
+        num_features = 0 if self.dense_NF is None else self.dense_NF.numel()
+        num_features += 0 if self.sparse is None else self.sparse.num_entries
+        first = self.layers[-1].edges.num_targets if self.layers else num_graph_nodes
+        return first, len(self.node_N), self._num_made_edges(), num_features
+
+    def _num_made_edges(self) -> int:
+        """Return the edges of all layers of samples, else those into own rows, and of all ranks where heads travel."""
+        own = [graph for exchange, graph in self.edges.items() if exchange is not Exchange.HEAD_ALL_TO_ALL][:1]
+        halves = [half for both in list(self.halves.values())[:1] for half in (both.inner, both.outer)]
+        group = [graph for exchange, graph in self.edges.items() if exchange is Exchange.HEAD_ALL_TO_ALL]
+        graphs = [layer.edges for layer in self.layers] or [*(own or halves), *group]
+        return sum(graph.num_edges for graph in graphs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +157,7 @@ def local_edges(
     graph_rank: int,
     num_ranks: int,
     order_N: np.ndarray | None = None,
+    inside_N: np.ndarray | None = None,
     rows_per_message: int | None = None,
 ) -> LocalEdges:
     """Return what one rank of a graph group holds of a batch.
@@ -100,12 +165,14 @@ def local_edges(
     Args:
         owner_N: rank of the group that owns each node of the graph; -1 for nodes outside the batch.
         order_N: all nodes in the plan's order; None for the natural one.
+        inside_N: part of each node, for a lone rank, where edges between parts are dropped; None where they are kept.
         rows_per_message: the most halo rows from one rank to another in one message; None for all.
     """
+    assert inside_N is None or num_ranks == 1, num_ranks
     place_N = _places(order_N, graph.num_nodes)
     rows_by_rank = _nodes_by_rank(owner_N, num_ranks, order_N)
     node_N = rows_by_rank[graph_rank]
-    indptr_N1, source_E = _edges_into(graph, node_N, owner_N)
+    indptr_N1, source_E = _edges_into(graph, node_N, owner_N, inside_N)
     owner_E = owner_N[source_E]
     halo = _distinct(source_E[owner_E != graph_rank], graph.num_nodes)
     halo_M = halo[np.lexsort((place_N[halo], owner_N[halo]))]
@@ -147,13 +214,17 @@ def _places(order_N: np.ndarray | None, num_nodes: int) -> np.ndarray:
     return place_N
 
 
-def _edges_into(graph: Graph, node_N: np.ndarray, owner_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return row pointers and sources of the edges into some nodes from nodes of the batch."""
+def _edges_into(
+    graph: Graph, node_N: np.ndarray, owner_N: np.ndarray, inside_N: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return row pointers and sources of the edges into some nodes from nodes of the batch, or of their own parts."""
     starts_N, counts_N = graph.indptr_N[node_N], np.diff(graph.indptr_N)[node_N]
     offsets_N = np.concatenate([[0], np.cumsum(counts_N)])
     position_E = np.arange(offsets_N[-1]) + np.repeat(starts_N - offsets_N[:-1], counts_N)
     source_E = graph.source_E[position_E].astype(np.int64)
     keep_E = owner_N[source_E] >= 0
+    if inside_N is not None:
+        keep_E &= inside_N[source_E] == np.repeat(inside_N[node_N], counts_N)
     kept_before = np.concatenate([[0], np.cumsum(keep_E)])
     return kept_before[offsets_N], source_E[keep_E]
 
@@ -196,9 +267,11 @@ def build_rank_data(
     num_train_rows_of_step: int,
     dtype: torch.dtype,
     device: torch.device,
+    inside_N: np.ndarray | None = None,
     overlaps: bool = False,
     rows_per_message: int | None = None,
     head_rows_per_message: int | None = None,
+    for_one_step: bool = False,
 ) -> RankData:
     """Return one rank's tensors of a batch on its device.
 
@@ -208,8 +281,10 @@ def build_rank_data(
         order_N: all nodes in the plan's order; None for the natural one.
         degree_buckets: whether the model biases scores by degree.
         num_train_rows_of_step: labelled training rows on all ranks, replicas included.
+        inside_N: part of each node, for a lone rank, where edges between parts are dropped; None where they are kept.
         overlaps: whether attention over own rows runs while rows of others are on their way.
         rows_per_message, head_rows_per_message: as in `ExchangeLayout`.
+        for_one_step: whether the batch is made for one step: then nothing is made that only many steps pay for.
     """
     if overlaps:
         order_N = _boundary_last(graph, owner_N, order_N)
@@ -219,6 +294,7 @@ def build_rank_data(
         graph_rank=graph_rank,
         num_ranks=num_ranks,
         order_N=order_N,
+        inside_N=inside_N,
         rows_per_message=rows_per_message,
     )
     rows_by_rank = _nodes_by_rank(owner_N, num_ranks, order_N)
@@ -232,6 +308,7 @@ def build_rank_data(
         bucket_N=degree_buckets_of(graph) if degree_buckets else None,
         rows_per_message=rows_per_message,
         head_rows_per_message=head_rows_per_message,
+        for_one_step=for_one_step,
         device=device,
     )
     group_edges = _edges_into(graph, topology.group_nodes, owner_N) if Exchange.HEAD_ALL_TO_ALL in exchanges else None
@@ -240,7 +317,7 @@ def build_rank_data(
     masks = {"train": graph.train_mask_N, "val": graph.val_mask_N, "test": graph.test_mask_N}
     return RankData(
         dtype=dtype,
-        node_N=_tensor(local.node_N, device),
+        node_N=on_device(local.node_N, device),
         dense_NF=_dense_input(graph, encodings, local.node_N, dtype, device),
         sparse=_sparse_input(graph, local.node_N, device),
         edges={
@@ -252,7 +329,7 @@ def build_rank_data(
         group_degree_bucket_E=None if group_edges is None else topology.buckets(group_edges[1]),
         graph_rank=graph_rank,
         layout=ExchangeLayout(
-            send_row_S=_tensor(local.send_row_S, device),
+            send_row_S=on_device(local.send_row_S, device),
             rows_to=local.rows_to,
             rows_from=local.rows_from,
             max_rows=local.max_rows,
@@ -262,18 +339,84 @@ def build_rank_data(
             rows_by_rank=tuple(len(rows) for rows in rows_by_rank),
             head_rows_per_message=head_rows_per_message,
         ),
-        label_N=_tensor(labels_N, device),
-        train_row_T=_tensor(train_row_T, device),
-        train_label_T=_tensor(labels_N[train_row_T], device),
+        label_N=on_device(labels_N, device),
+        train_row_T=on_device(train_row_T, device),
+        train_label_T=on_device(labels_N[train_row_T], device),
         num_train_rows_of_step=num_train_rows_of_step,
-        mask_rows={name: _tensor(np.flatnonzero(mask[local.node_N]), device) for name, mask in masks.items()},
+        mask_rows={name: on_device(np.flatnonzero(mask[local.node_N]), device) for name, mask in masks.items()},
     )
+
+
+def build_sampled_data(
+    graph: Graph,
+    encodings: np.ndarray | None,
+    sample: Neighbourhood,
+    *,
+    degree_buckets: bool,
+    num_train_rows_of_step: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> RankData:
+    """Return the tensors of sampled neighbourhoods on a device; every seed is a node to train on.
+
+    Args:
+        encodings, degree_buckets, num_train_rows_of_step: as in `build_rank_data`.
+    """
+    num_seeds = len(sample.layers[-1].indptr_N1) - 1
+    labels_N = np.asarray(graph.labels_N[sample.node_N[:num_seeds]])
+    buckets_N = degree_buckets_of_nodes(graph, sample.node_N) if degree_buckets else None
+    layers = [
+        LayerData(
+            edges=EdgeGraph(
+                indptr_N1=on_device(layer.indptr_N1, device),
+                source_E=on_device(layer.source_E, device),
+                num_sources=layer.num_sources,
+                is_sampled=True,
+            ),
+            degree_bucket_E=None if buckets_N is None else on_device(buckets_N[layer.source_E], device),
+        )
+        for layer in sample.layers
+    ]
+    no_rows = torch.zeros(0, dtype=torch.int64, device=device)
+    label_N = on_device(labels_N, device)
+    return RankData(
+        dtype=dtype,
+        node_N=on_device(sample.node_N, device),
+        dense_NF=_dense_input(graph, encodings, sample.node_N, dtype, device),
+        sparse=_sparse_input(graph, sample.node_N, device),
+        edges={},
+        degree_bucket_E=None,
+        layout=ExchangeLayout(
+            send_row_S=no_rows, rows_to=(0,), rows_from=(0,), max_rows=len(sample.node_N), group=None
+        ),
+        label_N=label_N,
+        train_row_T=torch.arange(num_seeds, device=device),
+        train_label_T=label_N,
+        num_train_rows_of_step=num_train_rows_of_step,
+        mask_rows={},
+        layers=tuple(layers),
+    )
+
+
+def prepare_attention(data: RankData) -> RankData:
+    """Return a batch after making what attention needs of its edges, which would else be made inside the step."""
+    for graph in data.all_edges:
+        _ = graph.num_edges_of_long_rows, graph.transpose
+        if graph.device.type == "cuda":
+            _ = graph.work, graph.transpose.work
+    return data
 
 
 def degree_buckets_of(graph: Graph) -> np.ndarray:
     """Return the bucket of each node's degree: powers of two, the last takes all that is larger."""
-    degree_N = np.maximum(np.diff(graph.indptr_N), 1)
-    return np.minimum(np.log2(degree_N).astype(np.int64), NUM_DEGREE_BUCKETS - 1)
+    return degree_buckets_of_nodes(graph, np.arange(graph.num_nodes))
+
+
+def degree_buckets_of_nodes(graph: Graph, node_N: np.ndarray) -> np.ndarray:
+    """Return the bucket of the degree in the graph of each of some nodes."""
+    degree_N = np.maximum(graph.indptr_N[node_N + 1] - graph.indptr_N[node_N], 1)
+    buckets_N: np.ndarray = np.minimum(np.log2(degree_N).astype(np.int64), NUM_DEGREE_BUCKETS - 1)
+    return buckets_N
 
 
 def _dense_input(
@@ -286,7 +429,7 @@ def _dense_input(
         columns.append(encodings[node_N])
     if not columns:
         return None
-    return torch.from_numpy(np.concatenate(columns, axis=1)).to(device=device, dtype=dtype)
+    return on_device(np.concatenate(columns, axis=1), device).to(dtype)
 
 
 def _sparse_input(graph: Graph, node_N: np.ndarray, device: torch.device) -> SparseFeatures | None:
@@ -305,7 +448,3 @@ def _csr_tensor(matrix: scipy.sparse.csr_array, device: torch.device) -> Tensor:
             size=matrix.shape,
             device=device,
         )
-
-
-def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device)

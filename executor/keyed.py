@@ -61,6 +61,7 @@ class Stream(IntEnum):
     VISIT = 4
     EXPANDER = 5
     PROJECTION = 6
+    SEEDS = 7
 
 
 def stream_bits(id_N: Tensor, key: Tensor, stream: Stream) -> Tensor:

@@ -26,6 +26,7 @@ class LayerAttention:
     Attributes:
         data: this rank's rows and edges.
         weights: of the layer.
+        index: of the layer.
         exchange: of the layer.
         wire: number format of what travels.
     """
@@ -33,10 +34,15 @@ class LayerAttention:
     data: RankData
     weights: Weights
     recorder: Recorder
-    layer: str
+    index: int
     exchange: Exchange
     num_heads: int
     wire: torch.dtype
+
+    @property
+    def layer(self) -> str:
+        """Name of the layer."""
+        return f"layer{self.index}"
 
     def in_turn(self, q_ND: Tensor, kv_N2D: Tensor) -> Tensor:
         """Return attention over all edges, once all keys and values are there."""
@@ -120,8 +126,8 @@ class LayerAttention:
         return merged_NHK.flatten(1)
 
     def _attend(self, q_ND: Tensor, kv_M2D: Tensor) -> Tensor:
-        bias_EH = self._bias("", self.weights.get("edge_bias"), self.data.degree_bucket_E)
-        edges = self.data.edges[self.exchange]
+        edges, bucket_E = self.data.attended(self.index, self.exchange)
+        bias_EH = self._bias("", self.weights.get("edge_bias"), bucket_E)
         return self.recorder.run(  # type: ignore[no-any-return]
             f"{self.layer}.attention", operations.ATTENTION, q_ND, kv_M2D, bias_EH, edges, self.num_heads
         )

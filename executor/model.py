@@ -100,7 +100,7 @@ class GraphTransformer(nn.Module):
         self.head = Head(graph, model)
 
     def forward(self, data: RankData, settings: ForwardSettings) -> Tensor:
-        """Return the logits of this rank's nodes, [N, classes], in the precision of `data`."""
+        """Return the logits of this rank's nodes, of samples the seeds, [N, classes], in the precision of `data`."""
         if settings.weights is None:
             settings = replace(settings, weights=dict(self.named_parameters()))
         h_ND = self._input(data, settings)
@@ -141,31 +141,35 @@ class GraphTransformer(nn.Module):
             embedded_ND = run("input.features", operations.SPARSE_LINEAR, data.sparse, weights["features"], data.dtype)
             h_ND = embedded_ND if h_ND is None else run("input.sum", operations.RESIDUAL, h_ND, embedded_ND)
         assert h_ND is not None, "a graph has features, at least its degrees"
-        dropout = self._dropout(data, settings, "input.dropout")
+        dropout = self._dropout(data.node_N, settings, "input.dropout")
         return h_ND if dropout is None else dropout.of(h_ND, run, "input.dropout", 0)
 
     def _layer(self, index: int, h_ND: Tensor, data: RankData, settings: ForwardSettings) -> Tensor:
         name = f"layer{index}"
         weights = _weights_of(settings, name)
-        dropout = self._dropout(data, settings, f"{name}.attention_dropout", f"{name}.feed_forward_dropout")
+        dropout_names = (f"{name}.attention_dropout", f"{name}.feed_forward_dropout")
+        dropout = self._dropout(data.target_node_N(index), settings, *dropout_names)
         compiled = None if self.recorder.is_on else settings.compiled
         run = self._run_in(name)
-        x_ND = self._attention(index, h_ND, data, settings, compiled)
+        h_ND, x_ND = self._attention(index, h_ND, data, settings, compiled)
         if compiled is None:
             return after_attention(run, weights, h_ND, x_ND, dropout)
         return compiled.after(weights, h_ND, x_ND, dropout)
 
     def _attention(
         self, index: int, h_ND: Tensor, data: RankData, settings: ForwardSettings, compiled: CompiledDense | None
-    ) -> Tensor:
-        """Return what a layer's attention makes of its input, with norm, projections and exchange."""
+    ) -> tuple[Tensor, Tensor]:
+        """Return the rows that a layer goes on with, as it got them, and what its attention makes of them.
+
+        Of samples these are the targets, else all. Norm, projections and exchange are part of it.
+        """
         name, exchange = f"layer{index}", settings.exchange[index]
         weights, run = _weights_of(settings, name), self._run_in(name)
         attention = LayerAttention(
             data=data,
             weights=weights,
             recorder=self.recorder,
-            layer=name,
+            index=index,
             exchange=exchange,
             num_heads=self.model.num_heads,
             wire=settings.wire or data.dtype,
@@ -174,23 +178,25 @@ class GraphTransformer(nn.Module):
         if settings.payload is ExchangePayload.ROWS and exchange in ROW_EXCHANGES:
             # What travels lies between norm and projection, so they are not compiled as one.
             x_ND = normed(run, weights, h_ND)
-            return attention.overlapped_rows(x_ND) if overlaps else attention.of_rows(x_ND)
+            return h_ND, attention.overlapped_rows(x_ND) if overlaps else attention.of_rows(x_ND)
         q_ND, kv_N2D = before_attention(run, weights, h_ND) if compiled is None else compiled.before(weights, h_ND)
+        if data.layers:
+            q_ND, h_ND = run("targets", operations.TARGET_ROWS, q_ND, h_ND, len(data.target_node_N(index)))
         if settings.attend is not None:
-            return settings.attend(weights, q_ND, kv_N2D)
+            return h_ND, settings.attend(weights, q_ND, kv_N2D)
         if exchange is Exchange.HEAD_ALL_TO_ALL:
-            return attention.by_heads(q_ND, kv_N2D)
-        return attention.overlapped(q_ND, kv_N2D) if overlaps else attention.in_turn(q_ND, kv_N2D)
+            return h_ND, attention.by_heads(q_ND, kv_N2D)
+        return h_ND, attention.overlapped(q_ND, kv_N2D) if overlaps else attention.in_turn(q_ND, kv_N2D)
 
     def _run_in(self, layer: str) -> Run:
         return lambda task, operation, *arguments: self.recorder.run(f"{layer}.{task}", operation, *arguments)
 
-    def _dropout(self, data: RankData, settings: ForwardSettings, *names: str) -> Dropout | None:
+    def _dropout(self, node_N: Tensor, settings: ForwardSettings, *names: str) -> Dropout | None:
         """Return the dropout of some tasks, each with a seed of its own; None when it is off."""
         if settings.dropout_word is None or self.model.dropout_ratio == 0:
             return None
         seeds = tuple(settings.dropout_word ^ signed(zlib.crc32(name.encode())) for name in names)
-        return Dropout(ratio=self.model.dropout_ratio, node_N=data.node_N, seeds=seeds)
+        return Dropout(ratio=self.model.dropout_ratio, node_N=node_N, seeds=seeds)
 
 
 def _weights_of(settings: ForwardSettings, module: str) -> Weights:

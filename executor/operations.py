@@ -121,6 +121,25 @@ def _dropout(x_ND: Tensor, node_N: Tensor, ratio: float, seed: int | Tensor) -> 
     return out_ND
 
 
+class _TargetRows(torch.autograd.Function):
+    """The first rows of two tensors; the gradients of the others are zero."""
+
+    @staticmethod
+    def forward(ctx: Any, q_ND: Tensor, h_ND: Tensor, num_targets: int) -> tuple[Tensor, Tensor]:
+        ctx.num_rows = len(q_ND)
+        return q_ND[:num_targets], h_ND[:num_targets]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        grad_q, grad_h = (F.pad(gradient, (0, 0, 0, ctx.num_rows - len(gradient))) for gradient in gradients)
+        return grad_q, grad_h, None
+
+
+def _target_rows(q_ND: Tensor, h_ND: Tensor, num_targets: int) -> tuple[Tensor, Tensor]:
+    rows: tuple[Tensor, Tensor] = _TargetRows.apply(q_ND, h_ND, num_targets)  # type: ignore[no-untyped-call]
+    return rows
+
+
 def _edge_bias(table_BH: Tensor, bucket_E: Tensor) -> Tensor:
     return table_BH.index_select(0, bucket_E)
 
@@ -175,6 +194,11 @@ LAYER_NORM = Operation(kind=TaskKind.LAYER_NORM, function=_layer_norm, shape=_ro
 GELU = Operation(kind=TaskKind.GELU, function=F.gelu, shape=_rows_and_columns)
 DROPOUT = Operation(kind=TaskKind.DROPOUT, function=_dropout, shape=_rows_and_columns)
 RESIDUAL = Operation(kind=TaskKind.RESIDUAL, function=torch.add, shape=_rows_and_columns)
+TARGET_ROWS = Operation(
+    kind=TaskKind.TARGET_ROWS,
+    function=_target_rows,
+    shape=lambda q_ND, h_ND, num_targets: (len(q_ND), num_targets, h_ND.shape[1]),
+)
 EDGE_BIAS = Operation(
     kind=TaskKind.EDGE_BIAS,
     function=_edge_bias,

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from executor.mesh import Place
 from executor.operations import Operation
 from executor.position import Position
-from simulator.specs.program import Phase, Stream, TaskKind, task_name
+from simulator.specs.program import Phase, Stream, TaskKind, stream_of, task_name
 from simulator.specs.trace import Span
 from simulator.specs.units import Dtype
 
@@ -135,6 +135,11 @@ class Recorder:
             self.position.leave()
         if mark is not None and phase is not Phase.BACKWARD:
             self._close()
+
+    def shaped(self, shape: tuple[int, ...]) -> None:
+        """Give the task that is under way its shape, where that is known only once it is done."""
+        if self._open is not None:
+            self._open.shape = shape
 
     def pause(self) -> None:
         """End the task under way; what runs until the next one begins, such as waiting for others, has no name."""
@@ -288,7 +293,7 @@ def _span_of_mark(mark: Mark, step: int, rank: int) -> Span:
     return Span(
         rank=rank,
         step=step,
-        stream=mark.stream or _stream_of(mark.kind),
+        stream=mark.stream or stream_of(mark.kind),
         name=mark.name,
         kind=mark.kind,
         phase=mark.phase,
@@ -384,10 +389,6 @@ def spans_of_kernels(events: Sequence[dict[str, Any]], marks: Iterable[Mark], *,
             )
         )
     return spans
-
-
-def _stream_of(kind: TaskKind) -> Stream:
-    return Stream.COMMUNICATION if kind.is_collective else Stream.COMPUTE
 
 
 def with_waiting(spans: Iterable[Span]) -> tuple[Span, ...]:

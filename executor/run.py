@@ -55,8 +55,8 @@ from simulator.specs.files import (
     write_trace,
 )
 from simulator.specs.plan import Plan
-from simulator.specs.program import TaskKind
-from simulator.specs.trace import Trace, TraceOrigin
+from simulator.specs.program import Phase, TaskKind, stream_of
+from simulator.specs.trace import Span, Trace, TraceOrigin
 from simulator.timeout import collective_timeout_seconds
 from simulator.workload import beyond_cache_ratio_of
 
@@ -89,7 +89,8 @@ class RunResult:
         evaluations: pairs of a step and its accuracies.
         best_step: step with the best validation accuracy, whose weights were kept.
         first_step: from which this process trained; 0 unless it went on from a checkpoint.
-        data_seconds: time that rank 0 spent on making batches, outside the steps.
+        data_seconds: time that rank 0 spent on making batches or waiting for them; outside the steps where batches are
+            made once, else inside.
         checkpoint_seconds: time for which its training stood still for checkpoints, outside the steps.
     """
 
@@ -220,6 +221,8 @@ def _train_as_rank(
     kind = file.cluster.device.kind
     timeout_seconds = collective_timeout_seconds(file)
     position.enter("the meeting of all ranks")
+    num_ranks = file.plan.num_ranks
+    require_agreement(store, Sizes(counts=_contents(file)), about="contents", rank=rank, num_ranks=num_ranks)
     mesh = joined_mesh(
         kind,
         store,
@@ -239,7 +242,7 @@ def _train_as_rank(
         recorder = Recorder(annotate=kind is DeviceKind.CUDA, precision=file.plan.precision, position=position)
         trainer = Trainer(file.plan, file.graph, file.model, file.train, inputs, place, recorder)
         with position.waiting("the comparison of sizes"):
-            require_agreement(store, place, _sizes(file, trainer))
+            require_agreement(store, _sizes(trainer), about="sizes", rank=rank, num_ranks=num_ranks)
         progress = CountProgress("training", "step", file.train.num_steps, quiet=run.quiet or rank > 0)
         history = History(has_val_nodes=file.graph.num_val_nodes > 0)
         if run.resume is not None:
@@ -254,25 +257,30 @@ def _train_as_rank(
             first_step=len(history.losses),
             calibration=_calibration_of(file, base) if rank == 0 else None,
         )
-        result = train_loop(trainer, history, checkpointing, store, progress)
+        with contextlib.closing(trainer):
+            result = train_loop(trainer, history, checkpointing, store, progress)
         position.reach("the end of the run")
     if rank == 0:
         trace = with_cache_ratios(result.trace, file.plan, file.cluster)
         _write_result(run.out, file.plan, replace(result, trace=trace), history.best_weights)
 
 
-def _sizes(file: PlanFile, trainer: Trainer) -> Sizes:
+def _contents(file: PlanFile) -> dict[str, int | str]:
+    """Return what must be the same on all ranks before they meet."""
+    return {
+        "train.num_steps": file.train.num_steps,
+        "steps of an epoch": file.plan.steps_per_epoch,
+        "train": content_sha256(file.train),
+        "plan": content_sha256(file.plan),
+        "model": content_sha256(file.model),
+        "graph": file.graph.sha256,
+    }
+
+
+def _sizes(trainer: Trainer) -> Sizes:
     """Return what this rank brings to the collectives."""
     return Sizes(
-        counts={
-            "train.num_steps": file.train.num_steps,
-            "steps of an epoch": file.plan.steps_per_epoch,
-            "parameters": trainer.gradients.flat.numel(),
-            "train": content_sha256(file.train),
-            "plan": content_sha256(file.plan),
-            "model": content_sha256(file.model),
-            "graph": file.graph.sha256,
-        },
+        counts={"parameters": trainer.gradients.flat.numel()},
         layouts={name: rows_of(layout) for name, layout in trainer.layouts().items()},
     )
 
@@ -310,11 +318,15 @@ def train_loop(
             checkpointing.before_step(step, is_traced=is_traced)
             started = time.perf_counter()
             position.reach(f"the batch of step {step + 1}")
-            data = trainer.batch(step)
+            if not trainer.plan.loads_batches:
+                trainer.batch(step)  # made once, and not for this step alone
             data_seconds += time.perf_counter() - started
             was_shared.append(checkpointing.is_writing)
             with tracer.step(step) if is_traced else contextlib.nullcontext():
                 clock.start()
+                started = time.perf_counter()
+                data = trainer.batch(step)
+                data_seconds += time.perf_counter() - started
                 history.add_loss(trainer.step(step, data))
                 clock.stop()
             is_last = step == train.num_steps - 1
@@ -334,7 +346,7 @@ def train_loop(
     first_traced = max(num_steps - train.trace_steps, 0)
     first_warm = min(warmup_steps_of(num_steps), first_traced)
     alone = [seconds[index] for index in range(first_warm, first_traced) if not was_shared[index]]
-    spans = tracer.spans()
+    spans = [*tracer.spans(), *batch_spans(trainer, tracer.spans())]
     gathered = _gather(store, place, (spans, peak_memory_bytes(place.device), place.cores))
     trace = Trace(
         origin=TraceOrigin.MEASURED,
@@ -356,6 +368,32 @@ def train_loop(
         checkpoint_seconds=checkpointing.seconds,
         trace=trace,
     )
+
+
+def batch_spans(trainer: Trainer, spans: Sequence[Span]) -> list[Span]:
+    """Return a span for each traced step of this rank in which a thread made a batch for a later step."""
+    starts: dict[int, float] = {}
+    for span in spans:
+        starts[span.step] = min(starts.get(span.step, span.start_seconds), span.start_seconds)
+    found = []
+    for step, start_seconds in starts.items():
+        making = trainer.batches.making(step)
+        if making is not None:
+            found.append(
+                Span(
+                    rank=trainer.place.rank,
+                    step=step,
+                    stream=stream_of(trainer.batch_kind),
+                    name="batch",
+                    kind=trainer.batch_kind,
+                    phase=Phase.FORWARD,
+                    shape=making.shape,
+                    start_seconds=start_seconds + making.start_seconds,
+                    duration_seconds=making.duration_seconds,
+                    dtype=trainer.plan.precision,
+                )
+            )
+    return found
 
 
 def with_cache_ratios(trace: Trace, plan: Plan, cluster: ClusterSpec) -> Trace:

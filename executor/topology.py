@@ -39,6 +39,7 @@ class Topology:
         indptr_N1, source_E: edges into own rows.
         bucket_N: of each node's degree; None where no bias needs it.
         rows_per_message, head_rows_per_message: as in `ExchangeLayout`.
+        for_one_step: as in `build_rank_data`.
     """
 
     graph_rank: int
@@ -49,6 +50,7 @@ class Topology:
     bucket_N: np.ndarray | None
     rows_per_message: int | None
     head_rows_per_message: int | None
+    for_one_step: bool
     device: torch.device
 
     @cached_property
@@ -105,7 +107,7 @@ class Topology:
 
     def buckets(self, source_E: np.ndarray) -> Tensor | None:
         """Return the buckets of sources; None where no bias needs them."""
-        return None if self.bucket_N is None else _tensor(self.bucket_N[source_E], self.device)
+        return None if self.bucket_N is None else on_device(self.bucket_N[source_E], self.device)
 
     @property
     def _num_ids(self) -> int:
@@ -120,7 +122,7 @@ class Topology:
         for rank, nodes in enumerate(self.rows_by_rank):
             message, place = np.divmod(np.arange(len(nodes)), each)
             row_N[nodes] = message * each * num_ranks + rank * np.minimum(max_rows - message * each, each) + place
-        return _edge_graph(indptr_N1, row_N[source_E], num_ranks * max_rows, self.device)
+        return self._edge_graph(indptr_N1, row_N[source_E], num_ranks * max_rows)
 
     def _graph(
         self, indptr_N1: np.ndarray, source_E: np.ndarray, held: Sequence[np.ndarray], num_sources: int
@@ -129,7 +131,17 @@ class Topology:
         row_N = np.full(self._num_ids, -1, np.int64)
         nodes = np.concatenate(held)
         row_N[nodes] = np.arange(len(nodes))
-        return _edge_graph(indptr_N1, row_N[source_E], num_sources, self.device)
+        return self._edge_graph(indptr_N1, row_N[source_E], num_sources)
+
+    def _edge_graph(self, indptr_N1: np.ndarray, source_E: np.ndarray, num_sources: int) -> EdgeGraph:
+        edges = EdgeGraph(
+            indptr_N1=on_device(indptr_N1.astype(np.int64), self.device),
+            source_E=on_device(source_E.astype(np.int32), self.device),
+            num_sources=num_sources,
+            is_sampled=self.for_one_step,
+        )
+        _ = edges.num_edges_of_long_rows  # counted here, and not in the first step that is traced
+        return edges
 
 
 def by_message(counts: Sequence[int] | np.ndarray, rows_per_message: int | None) -> np.ndarray:
@@ -147,15 +159,8 @@ def by_message(counts: Sequence[int] | np.ndarray, rows_per_message: int | None)
     return np.argsort(place // rows_per_message, kind="stable")
 
 
-def _edge_graph(indptr_N1: np.ndarray, source_E: np.ndarray, num_sources: int, device: torch.device) -> EdgeGraph:
-    edges = EdgeGraph(
-        indptr_N1=_tensor(indptr_N1.astype(np.int64), device),
-        source_E=_tensor(source_E.astype(np.int32), device),
-        num_sources=num_sources,
-    )
-    _ = edges.num_edges_of_long_rows  # counted here, and not in the first step that is traced
-    return edges
-
-
-def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+def on_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """Return a tensor of an array on a device."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    # From pinned memory a copy runs beside the host, in the order of the stream; torch frees the memory after it.
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -2,18 +2,18 @@
 
 import math
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
-from executor.data import RankData, build_rank_data
+from executor.batches import Batches
+from executor.data import Inputs as Inputs
+from executor.data import RankData
 from executor.dense import compiled_dense
 from executor.exchange import ExchangeLayout
 from executor.keyed import key_word
@@ -23,35 +23,17 @@ from executor.parallel import FlatGradients
 from executor.record import Recorder
 from executor.step import CapturedFunction, CudaGraphs, cast_weights
 from simulator.errors import RunError
-from simulator.exchanges import rows_per_message, wire_dtype
-from simulator.readers.graphs import Graph
+from simulator.exchanges import wire_dtype
 from simulator.specs.graph import GraphSpec
-from simulator.specs.model import EdgeBias, ModelSpec
-from simulator.specs.plan import Exchange, Plan, Recompute, StepMode, batch_parts
+from simulator.specs.model import ModelSpec
+from simulator.specs.plan import Exchange, Plan, Recompute, StepMode
 from simulator.specs.program import Phase, TaskKind
 from simulator.specs.train import TrainSpec
 from simulator.specs.units import Dtype
-from simulator.workload import owned_parts
 
 # Steps before a capture: the first compiles kernels and makes the optimizer's state, the second finds them made.
 _STEP_WARM_UPS, _EVALUATION_WARM_UPS = 2, 1
 TORCH_DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """A run's arrays, the same on every rank.
-
-    Attributes:
-        part_N: part of each node.
-        encodings: positional encodings, [N, columns], or None.
-        order_N: the nodes in the plan's order; None for the natural one.
-    """
-
-    graph: Graph
-    part_N: np.ndarray
-    encodings: np.ndarray | None
-    order_N: np.ndarray | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +46,7 @@ class Evaluation:
 
 
 class Trainer:
-    """The state of a run on one rank: parameters, optimizer, batches.
+    """The state of a run on one rank: parameters, optimizer, batches. To be closed where batches are made ahead.
 
     `rank_states` holds by name what has state of this rank alone that checkpoints keep, such as a gradient reducer with
     error feedback; its state is a flat table of tensors that stay where they are.
@@ -115,8 +97,7 @@ class Trainer:
             compiled=compiled,
         )
         self.rank_states: dict[str, Stateful] = {"gradients": self.gradients}
-        self._batches: OrderedDict[tuple[int, ...], RankData] = OrderedDict()
-        self._evaluation_data: RankData | None = None
+        self.batches = Batches(plan, inputs, place, model, dtype=TORCH_DTYPES[plan.precision], seed=train.seed)
         self._captured: tuple[CapturedFunction, CapturedFunction] | None = None
 
     def step(self, step: int, data: RankData) -> Tensor:
@@ -220,76 +201,31 @@ class Trainer:
         return {name: dict(self.optimizer.state[value]) for name, value in parameters.items()}
 
     def batch(self, step: int) -> RankData:
-        """Return this rank's share of a step's batch; the last ones are kept on the device."""
-        batches = batch_parts(self.plan, step=step, seed=self.train_spec.seed)
-        parts = batches[self.place.replica]
-        num_train_rows = sum(
-            self.plan.partition.parts[part].num_train_nodes for batch in set(batches) for part in batch
-        )
-        num_train_rows = max(num_train_rows, 1)  # a step without labels has a loss of 0, not 0 / 0
-        if parts in self._batches and self._batches[parts].num_train_rows_of_step == num_train_rows:
-            self._batches.move_to_end(parts)
-            return self._batches[parts]
-        data = self._batches.pop(parts, None)
-        if data is None:
-            data = self._build(parts, num_train_rows)
-        self._batches[parts] = replace(data, num_train_rows_of_step=num_train_rows)
-        if len(self._batches) > self.plan.partition.num_parts:
-            self._batches.popitem(last=False)
-        return self._batches[parts]
+        """Return this rank's share of a step's batch; where it is made in the step, that is one of its tasks.
 
-    def _build(self, parts: tuple[int, ...], num_train_rows: int) -> RankData:
-        owner_of_part = np.full(self.plan.partition.num_parts, -1, np.int64)
-        for graph_rank in range(self.plan.graph_parallel_degree):
-            owner_of_part[list(owned_parts(self.plan, parts, graph_rank))] = graph_rank
-        return self._rank_data(
-            owner_of_part,
-            graph_rank=self.place.graph_rank,
-            num_ranks=self.plan.graph_parallel_degree,
-            exchanges=frozenset(self.plan.exchange),
-            group=self.place.graph_group,
-            num_train_rows=num_train_rows,
-            overlaps=self.plan.overlap_exchange,
-        )
+        Raises:
+            Exception: what making it raised, here or in the thread that makes batches ahead.
+        """
+        if not self.plan.loads_batches or self.plan.prefetch_batches > 0:
+            return self.batches.of_step(step)
+        with self.recorder.task("batch", self.batch_kind, Phase.FORWARD, ()):
+            data = self.batches.of_step(step)
+            self.recorder.shaped(data.batch_shape(self.graph.num_nodes))
+        return data
 
-    def _rank_data(
-        self,
-        owner_of_part: np.ndarray,
-        *,
-        graph_rank: int,
-        num_ranks: int,
-        exchanges: frozenset[Exchange],
-        group: dist.ProcessGroup | None,
-        num_train_rows: int,
-        overlaps: bool = False,
-    ) -> RankData:
-        return build_rank_data(
-            self.inputs.graph,
-            self.inputs.encodings,
-            owner_of_part[self.inputs.part_N],
-            order_N=self.inputs.order_N,
-            graph_rank=graph_rank,
-            num_ranks=num_ranks,
-            exchanges=exchanges,
-            group=group,
-            num_train_rows_of_step=num_train_rows,
-            degree_buckets=self.model.model.edge_bias is EdgeBias.DEGREE,
-            dtype=TORCH_DTYPES[self.plan.precision],
-            device=self.place.device,
-            overlaps=overlaps,
-            rows_per_message=self._rows_per_message(Exchange.HALO, num_ranks),
-            head_rows_per_message=self._rows_per_message(Exchange.HEAD_ALL_TO_ALL, num_ranks),
-        )
+    @property
+    def batch_kind(self) -> TaskKind:
+        """Kind of the task that makes a batch."""
+        return TaskKind.CLUSTER_BATCH if self.plan.sampled is None else TaskKind.SAMPLED_BATCH
 
-    def _rows_per_message(self, exchange: Exchange, num_ranks: int) -> int | None:
-        found = rows_per_message(self.plan, self.model.model, exchange, num_ranks=num_ranks)
-        # An evaluation by more ranks than the plan's graph groups have sends a row to each of them at least.
-        return None if found is None else max(found, 1)
+    def close(self) -> None:
+        """End the thread that makes batches ahead, if there is one."""
+        self.batches.close()
 
     @torch.no_grad()
     def evaluate(self) -> Evaluation:
         """Return accuracies on the whole graph, every rank on its own parts, whatever the plan trains on."""
-        data = self._whole_graph()
+        data = self.batches.whole_graph()
         exchange = Exchange.HALO if self.plan.num_ranks > 1 else Exchange.NONE
         num_layers = len(self.plan.exchange)
         if self.plan.step_mode is StepMode.CUDA_GRAPH:
@@ -315,23 +251,8 @@ class Trainer:
 
     def layouts(self) -> dict[str, ExchangeLayout]:
         """Return the rows that this rank exchanges with others, in the first step and in an evaluation."""
-        found = {"step 1": self.batch(0).layout, "an evaluation": self._whole_graph().layout}
+        found = {"step 1": self.batch(0).layout, "an evaluation": self.batches.whole_graph().layout}
         return {name: layout for name, layout in found.items() if layout.group is not None}
-
-    def _whole_graph(self) -> RankData:
-        if self.plan.is_full_graph:
-            return self.batch(0)
-        if self._evaluation_data is None:
-            num_ranks = self.plan.num_ranks
-            self._evaluation_data = self._rank_data(
-                np.arange(self.plan.partition.num_parts) % num_ranks,
-                graph_rank=self.place.rank,
-                num_ranks=num_ranks,
-                exchanges=frozenset({Exchange.HALO if num_ranks > 1 else Exchange.NONE}),
-                group=self.place.world,
-                num_train_rows=1,
-            )
-        return self._evaluation_data
 
 
 def clip_flat_gradient_(flat: Tensor, max_norm: float) -> None:

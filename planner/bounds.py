@@ -10,8 +10,9 @@ from simulator.specs.program import Program, Stream, Task
 def lower_bound_seconds(costs: Pricing, program: Program) -> float:
     """Return seconds that a step of a program needs at least: the busiest rank's own work.
 
-    On each rank the compute tasks run one after another, and so do its collectives of a stream, which take at least
-    their fixed time. Waiting for others, sharing of links and the order between the streams are left out.
+    On each rank the tasks of a stream run one after another, collectives for at least their fixed time, and so do the
+    compute tasks that the host waits for: on CPUs all of them, on GPUs at most the batch's, which is made while the
+    device is at the step before. Waiting for others, sharing of links and the order between the streams are left out.
     """
     computes = costs.of(min(program.num_ranks, costs.cluster.devices_per_host))
     known: dict[tuple[str, tuple[int, ...]], CollectiveCost] = {}
@@ -24,10 +25,14 @@ def lower_bound_seconds(costs: Pricing, program: Program) -> float:
         known[key] = costs.collectives.price(tuple(tasks_of_group))
     busiest = 0.0
     for tasks in program.tasks:
-        compute = sum(computes.price(task).device_seconds for task in tasks if not task.kind.is_collective)
-        fixed: dict[Stream, float] = defaultdict(float)
+        blocking_seconds = 0.0
+        busy_seconds: dict[Stream, float] = defaultdict(float)
         for task in tasks:
             if task.kind.is_collective:
-                fixed[task.stream] += known[task.name, task.group].latency_seconds
-        busiest = max(busiest, compute, *fixed.values())
+                busy_seconds[task.stream] += known[task.name, task.group].latency_seconds
+            else:
+                seconds = computes.price(task).device_seconds
+                busy_seconds[task.stream] += seconds
+                blocking_seconds += seconds * task.blocks_host
+        busiest = max(busiest, blocking_seconds, *busy_seconds.values())
     return busiest

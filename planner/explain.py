@@ -8,6 +8,7 @@ from simulator.specs.decision import PlanFile
 from simulator.specs.gradients import CompressionKind
 from simulator.specs.order import NodeOrder
 from simulator.specs.plan import Exchange, ExchangePayload, Plan, Recompute
+from simulator.specs.program import BATCH_KINDS
 from simulator.specs.trace import Span, Trace
 from simulator.specs.units import Dimension, format_quantity
 
@@ -29,12 +30,14 @@ class Breakdown:
         communication_seconds: with a collective under way and nothing computed beside it.
         waiting_seconds: in which a collective waits for other ranks, and nothing else is done beside it.
         idle_seconds: with no task under way: a device waits for its host to launch the next.
+        batch_seconds: in which batches are made and the device runs nothing.
     """
 
     compute_seconds: float
     communication_seconds: float
     waiting_seconds: float
     idle_seconds: float
+    batch_seconds: float = 0.0
 
 
 def description(plan: Plan) -> str:
@@ -43,8 +46,13 @@ def description(plan: Plan) -> str:
     group = f" on {plan.graph_parallel_degree} ({exchange_words(plan)})" if plan.graph_parallel_degree > 1 else ""
     if plan.is_full_graph:
         batch = f"full graph{group}"
+    elif plan.sampled is not None:
+        fan_outs = "-".join(map(str, plan.sampled.fan_outs))
+        batch = f"{plan.data_parallel_degree} x {plan.sampled.seeds_per_batch:,} nodes with {fan_outs} neighbours"
     else:
-        batch = f"{plan.data_parallel_degree} x {plan.parts_per_batch} of {plan.partition.num_parts} clusters{group}"
+        isolated = "" if plan.between_edges else "isolated "
+        batch = f"{plan.data_parallel_degree} x {plan.parts_per_batch} of {plan.partition.num_parts} {isolated}clusters"
+        batch += group + (", kept on the device" if plan.keep_batches else "")
     again = sum(recompute is Recompute.LAYER for recompute in plan.recompute)
     recompute = f", {again} of {len(plan.recompute)} layers recomputed" if again else ""
     return f"{ranks}: {batch}, {plan.precision.value}{recompute}{_gradients_text(plan)}"
@@ -81,7 +89,11 @@ def breakdown(plan: Plan, trace: Trace) -> Breakdown:
     compute_seconds = busy_seconds = covered_seconds = 0.0
     spans_of_rank: dict[int, list[Span]] = defaultdict(list)
     for span in trace.spans:
-        spans_of_rank[span.rank].append(span)
+        if span.kind not in BATCH_KINDS:
+            spans_of_rank[span.rank].append(span)
+    batch_seconds = scale * sum(
+        _alone_seconds(span, spans_of_rank[span.rank]) for span in trace.spans if span.kind in BATCH_KINDS
+    )
     for spans in spans_of_rank.values():
         compute = [(span.start_seconds, span.end_seconds) for span in spans if not span.kind.is_collective]
         moving = [(s.start_seconds + s.waiting_seconds, s.end_seconds) for s in spans if s.kind.is_collective]
@@ -91,11 +103,21 @@ def breakdown(plan: Plan, trace: Trace) -> Breakdown:
         covered_seconds += scale * _covered_seconds(compute + moving + waiting)
     whole_seconds = plan.steps_per_epoch * trace.median_step_seconds
     return Breakdown(
+        batch_seconds=batch_seconds,
         compute_seconds=compute_seconds,
         communication_seconds=busy_seconds - compute_seconds,
         waiting_seconds=covered_seconds - busy_seconds,
-        idle_seconds=max(whole_seconds - covered_seconds, 0.0),
+        idle_seconds=max(whole_seconds - batch_seconds - covered_seconds, 0.0),
     )
+
+
+def _alone_seconds(batch: Span, on_device: list[Span]) -> float:
+    """Return the seconds of a batch's making before the first task of its rank and step, and after the last."""
+    mine = [span for span in on_device if span.step == batch.step]
+    begin = min((span.start_seconds for span in mine), default=batch.end_seconds)
+    end = max((span.end_seconds for span in mine), default=batch.end_seconds)
+    before = max(min(begin, batch.end_seconds) - batch.start_seconds, 0.0)
+    return before + max(batch.end_seconds - max(end, batch.start_seconds), 0.0)
 
 
 def _covered_seconds(intervals: Iterable[tuple[float, float]]) -> float:
@@ -110,6 +132,7 @@ def _covered_seconds(intervals: Iterable[tuple[float, float]]) -> float:
 def reason_lost(best: Breakdown, other: Breakdown) -> str:
     """Return in a clause what another plan spends more of than the best one, each epoch and rank."""
     more = {
+        "making batches": other.batch_seconds - best.batch_seconds,
         "computing": other.compute_seconds - best.compute_seconds,
         "communicating": other.communication_seconds - best.communication_seconds,
         "waiting for other ranks": other.waiting_seconds - best.waiting_seconds,
@@ -123,6 +146,8 @@ def reason_lost(best: Breakdown, other: Breakdown) -> str:
 
 def order_reason(file: PlanFile) -> str:
     """Return in a clause why a plan has its order of nodes."""
+    if file.plan.sampled is not None and not file.orders and file.plan.order.kind is NodeOrder.NATURAL:
+        return "what samples gather is not known beforehand"
     tried = {found.kind: found for found in file.orders}
     chosen, natural = tried.get(file.plan.order.kind), tried.get(NodeOrder.NATURAL)
     others = [found for found in file.orders if found.kind is not NodeOrder.NATURAL]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from planner.bounds import lower_bound_seconds
 from planner.explain import Breakdown, breakdown, description, reason_lost
+from planner.neighbourhoods import expected_batches
 from planner.objective import epoch_seconds
 from planner.order import beyond_cache_ratio_of_plan, choose_order
 from planner.partition import partition_graph
@@ -24,8 +25,8 @@ from simulator.specs.decision import PlanFile, Prediction, RankedPlan
 from simulator.specs.document import content_sha256
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import ModelSpec
-from simulator.specs.order import OrderSpec
-from simulator.specs.plan import PartitionSpec, Plan
+from simulator.specs.order import NodeOrder, OrderSpec
+from simulator.specs.plan import PartitionSpec, Plan, SampledBatches
 from simulator.specs.search import SearchSpec
 from simulator.specs.train import TrainSpec
 from simulator.specs.units import Dtype
@@ -85,10 +86,23 @@ def find_plan(
             cuts[num_parts] = partition_graph(graph, num_parts, seed=search.seed, folder=folder)
         return cuts[num_parts]
 
+    neighbourhoods: dict[int, SampledBatches] = {}
+
+    def sampled(data_parallel_degree: int) -> SampledBatches:
+        if data_parallel_degree not in neighbourhoods:
+            neighbourhoods[data_parallel_degree] = expected_batches(
+                graph,
+                search.fan_outs,
+                seeds_per_batch=search.seeds_per_batch,
+                data_parallel_degree=data_parallel_degree,
+                seed=search.seed,
+            )
+        return neighbourhoods[data_parallel_degree]
+
     cache_ratios: dict[tuple[int, bool, Dtype, OrderSpec], float] = {}
 
     def with_cache_ratio(plan: Plan) -> Plan:
-        if cluster.device.cache_bytes == 0:
+        if cluster.device.cache_bytes == 0 or plan.sampled is not None:
             return plan  # nobody knows
         key = (plan.partition.num_parts, plan.is_full_graph, plan.precision, plan.order)
         if key not in cache_ratios:
@@ -98,7 +112,7 @@ def find_plan(
     costs = pricing(cluster, calibration)
     rejected: Counter[str] = Counter()
     misfits: list[tuple[int, str]] = []
-    plans = map(with_cache_ratio, candidates(spec, model, cluster, search, cut))
+    plans = map(with_cache_ratio, candidates(spec, model, cluster, search, cut, sampled))
     priced = list(_price_all(costs, spec, model, train, plans, rejected, misfits, on_progress))
     if not priced:
         reasons = "; ".join(f"{reason} ({count})" for reason, count in rejected.most_common(3))
@@ -107,6 +121,9 @@ def find_plan(
     # Equal predictions go to the plan on fewer ranks, which came first.
     priced.sort(key=lambda found: found.epoch_seconds)
     best, others = priced[0], priced[1:]
+    if best.plan.sampled is not None:  # what samples gather is not known beforehand
+        is_natural = NodeOrder.NATURAL in search.orders
+        search = replace(search, orders=(NodeOrder.NATURAL,) if is_natural else search.orders[:1])
     order, orders = choose_order(
         graph, best.plan, model, cluster.device, search, folder=folder, on_progress=on_progress
     )

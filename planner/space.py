@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, assert_never
 
 from simulator.constraints import step_mode_of
 from simulator.gradients import gradient_buckets
@@ -12,10 +12,13 @@ from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.gradients import GradientCompression
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import ModelSpec
-from simulator.specs.plan import ROW_EXCHANGES, Exchange, ExchangePayload, PartitionSpec, Plan
+from simulator.specs.plan import ROW_EXCHANGES, Exchange, ExchangePayload, PartitionSpec, Plan, SampledBatches
 from simulator.specs.search import BatchKind, SearchSpec
 from simulator.specs.units import Dtype
 from simulator.workload import parameter_shapes
+
+# Made ahead: one waits while the next is being made, so that a batch that takes longer than others delays no step.
+PREFETCHED_BATCHES = 2
 
 
 def rank_counts(cluster: ClusterSpec, search: SearchSpec) -> tuple[int, ...]:
@@ -32,6 +35,7 @@ def candidates(
     cluster: ClusterSpec,
     search: SearchSpec,
     partition: Callable[[int], PartitionSpec],
+    sampled: Callable[[int], SampledBatches] | None = None,
 ) -> Iterator[Plan]:
     """Yield every plan of the search space, legal or not, those on fewer ranks first.
 
@@ -40,24 +44,26 @@ def candidates(
 
     Args:
         partition: gives the cut into so many parts; it is asked only for cuts that some candidate needs.
+        sampled: gives the sampled batches of so many replicas; needed where the search names them.
     """
     for num_ranks in rank_counts(cluster, search):
         reductions = list(_reductions(graph, model, cluster, search, num_ranks))
-        for data_parallel_degree, graph_parallel_degree, num_parts in _meshes(num_ranks, search):
-            cut = partition(num_parts)
-            is_full_graph = num_parts == graph_parallel_degree
+        for batches in _batches(num_ranks, search, cluster):
+            replicas = num_ranks // batches.graph_parallel_degree
+            cut = partition(batches.num_parts)
+            is_full_graph = batches.kind is BatchKind.FULL_GRAPH
             step_mode = step_mode_of(num_ranks=num_ranks, is_full_graph=is_full_graph, cluster=cluster)
-            exchanges = list(_exchanges(graph_parallel_degree, search))
+            exchanges = list(_exchanges(batches.graph_parallel_degree, search))
             for (exchange, choices), recompute, precision, reduction in itertools.product(
                 exchanges, search.recomputes, search.precisions, reductions
             ):
                 if not _shortens(choices["exchange_precision"], precision):
                     continue
                 yield Plan(
-                    data_parallel_degree=data_parallel_degree,
-                    graph_parallel_degree=graph_parallel_degree,
+                    data_parallel_degree=replicas,
+                    graph_parallel_degree=batches.graph_parallel_degree,
                     partition=cut,
-                    parts_per_batch=graph_parallel_degree,
+                    parts_per_batch=batches.parts_per_batch,
                     exchange=(exchange,) * model.num_layers,
                     recompute=(recompute,) * model.num_layers,
                     precision=precision,
@@ -65,6 +71,10 @@ def candidates(
                     overlap_gradients=reduction.overlaps,
                     gradient_compression=reduction.compression,
                     step_mode=step_mode,
+                    between_edges=batches.kind is not BatchKind.ISOLATED_CLUSTERS,
+                    sampled=sampled(replicas) if sampled and batches.kind is BatchKind.SAMPLED else None,
+                    keep_batches=batches.are_kept,
+                    prefetch_batches=batches.num_prefetched,
                     **choices,
                 )
 
@@ -129,14 +139,64 @@ def _shortens(exchange_precision: Dtype | None, precision: Dtype) -> bool:
     return exchange_precision is None or exchange_precision.num_bytes < precision.num_bytes
 
 
-def _meshes(num_ranks: int, search: SearchSpec) -> Iterator[tuple[int, int, int]]:
-    """Yield replicas, ranks a graph group, and parts of the graph."""
-    if BatchKind.FULL_GRAPH in search.batches:
-        yield 1, num_ranks, num_ranks
-    if BatchKind.CLUSTERS in search.batches:
-        for graph_parallel_degree in range(1, num_ranks + 1):
-            if num_ranks % graph_parallel_degree == 0:
-                replicas = num_ranks // graph_parallel_degree
-                num_parts = num_ranks * search.parts_per_replica
-                if num_parts > graph_parallel_degree:
-                    yield replicas, graph_parallel_degree, num_parts
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Batches:
+    """What candidates train on in a step.
+
+    Attributes:
+        num_parts: of the graph.
+        are_kept, num_prefetched: as in `Plan`.
+    """
+
+    kind: BatchKind
+    graph_parallel_degree: int
+    num_parts: int
+    parts_per_batch: int
+    are_kept: bool = False
+    num_prefetched: int = 0
+
+
+def _batches(num_ranks: int, search: SearchSpec, cluster: ClusterSpec) -> Iterator[_Batches]:
+    """Yield the batches that so many ranks may train on."""
+    # A core that makes a batch does nothing else meanwhile.
+    num_prefetched = PREFETCHED_BATCHES if cluster.device.kind is DeviceKind.CUDA else 0
+    for kind in BatchKind:
+        if kind not in search.batches:
+            continue
+        match kind:
+            case BatchKind.FULL_GRAPH:
+                yield _Batches(
+                    kind=kind, graph_parallel_degree=num_ranks, num_parts=num_ranks, parts_per_batch=num_ranks
+                )
+            case BatchKind.SAMPLED:
+                yield _Batches(
+                    kind=kind,
+                    graph_parallel_degree=1,
+                    num_parts=num_ranks,
+                    parts_per_batch=num_ranks,
+                    num_prefetched=num_prefetched,
+                )
+            case BatchKind.CLUSTERS | BatchKind.ISOLATED_CLUSTERS:
+                yield from _cluster_batches(kind, num_ranks, search, num_prefetched)
+            case _:
+                assert_never(kind)
+
+
+def _cluster_batches(kind: BatchKind, num_ranks: int, search: SearchSpec, num_prefetched: int) -> Iterator[_Batches]:
+    """Yield cluster batches; those that can be kept on the device are, and then are not, in case they do not fit."""
+    num_parts = num_ranks * search.parts_per_replica
+    degrees = range(1, num_ranks + 1) if kind is BatchKind.CLUSTERS else (1,)
+    for degree in degrees:
+        parts_per_batch = degree if degree > 1 else search.parts_per_batch
+        is_whole = num_parts == parts_per_batch and kind is BatchKind.CLUSTERS
+        if num_ranks % degree or is_whole:
+            continue
+        for are_kept in (True, False) if parts_per_batch == 1 else (False,):
+            yield _Batches(
+                kind=kind,
+                graph_parallel_degree=degree,
+                num_parts=num_parts,
+                parts_per_batch=parts_per_batch,
+                are_kept=are_kept,
+                num_prefetched=0 if are_kept else num_prefetched,
+            )

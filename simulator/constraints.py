@@ -19,6 +19,8 @@ def violations(plan: Plan, graph: GraphSpec, model: ModelSpec, cluster: ClusterS
     return [
         *_mesh_violations(plan, graph, cluster),
         *_batch_violations(plan),
+        *_sample_violations(plan, model),
+        *_loading_violations(plan),
         *_layer_violations(plan, model),
         *_exchange_violations(plan, model),
         *_step_violations(plan, cluster),
@@ -33,8 +35,8 @@ def training_violations(plan: Plan, train: TrainSpec, cluster: ClusterSpec) -> l
         found.append(f"train.compile_dense must be false on devices of kind {cluster.device.kind}: it is for cuda")
     if train.compile_dense and not plan.is_full_graph:
         found.append(
-            "train.compile_dense must be false when batches are clusters: their shapes differ, and each would be "
-            "compiled for itself"
+            "train.compile_dense must be false when batches are clusters or sampled: their shapes differ, and each "
+            "would be compiled for itself"
         )
     return found
 
@@ -69,12 +71,55 @@ def _batch_violations(plan: Plan) -> list[str]:
             f"{plan.data_parallel_degree=} must be 1 when parts_per_batch takes all {plan.partition.num_parts} parts: "
             "replicas would repeat the same work; use graph_parallel_degree or more parts"
         )
+    if not plan.between_edges and plan.parts_per_batch == 1:
+        found.append("between_edges must be true when plan.parts_per_batch=1: no edges join the parts of such batches")
+    if not plan.between_edges and plan.graph_parallel_degree > 1:
+        found.append(
+            f"between_edges must be true when {plan.graph_parallel_degree=}: without them the ranks of a graph group "
+            "have nothing to exchange; use data_parallel_degree"
+        )
     parts_per_step = plan.parts_per_batch * plan.data_parallel_degree
-    if parts_per_step > plan.partition.num_parts:
+    if plan.sampled is None and parts_per_step > plan.partition.num_parts:
         found.append(
             f"data_parallel_degree * parts_per_batch = {parts_per_step} must not exceed "
             f"{plan.partition.num_parts=}: cut the graph into more parts"
         )
+    return found
+
+
+def _sample_violations(plan: Plan, model: ModelSpec) -> list[str]:
+    if plan.sampled is None:
+        return []
+    found = []
+    if len(plan.sampled.fan_outs) != model.num_layers:
+        found.append(
+            f"sampled.fan_outs has {len(plan.sampled.fan_outs)} entries, but {model.num_layers=}: give one for each "
+            "layer"
+        )
+    if plan.graph_parallel_degree > 1:
+        found.append(
+            f"{plan.graph_parallel_degree=} must be 1 when batches are sampled: a rank samples its neighbourhoods from "
+            "the whole graph and trains on them alone; use data_parallel_degree"
+        )
+    if plan.parts_per_batch != plan.partition.num_parts:
+        found.append(
+            f"{plan.parts_per_batch=} must equal {plan.partition.num_parts=} when batches are sampled: their nodes are "
+            "of all parts"
+        )
+    if not plan.between_edges:
+        found.append("between_edges must be true when batches are sampled, got false: their nodes are of all parts")
+    return found
+
+
+def _loading_violations(plan: Plan) -> list[str]:
+    found = []
+    if plan.keep_batches and (plan.is_full_graph or plan.sampled is not None or plan.parts_per_batch > 1):
+        found.append(
+            "keep_batches must be false unless batches are clusters of one part: others do not come again, and the "
+            "full graph is kept anyway"
+        )
+    if plan.prefetch_batches > 0 and not plan.loads_batches:
+        found.append(f"{plan.prefetch_batches=} must be 0 when batches are kept: none is made in a step")
     return found
 
 
@@ -174,5 +219,7 @@ def _step_violations(plan: Plan, cluster: ClusterSpec) -> list[str]:
         found.append(
             f"step_mode must be eager when {plan.parts_per_batch=} of {plan.partition.num_parts=}, got "
             f"{plan.step_mode}: the shapes of batches differ"
+            if plan.sampled is None
+            else f"step_mode must be eager when batches are sampled, got {plan.step_mode}: their shapes differ"
         )
     return found

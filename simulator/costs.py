@@ -78,9 +78,13 @@ def task_bytes(kind: TaskKind, phase: Phase, shape: tuple[int, ...], dtype: Dtyp
             rows, labelled, columns = shape
             # Backward writes a gradient for every row.
             return size * columns * (labelled + (rows if phase is Phase.BACKWARD else 0))
-        case TaskKind.HALO_PACK | TaskKind.PAD_ROWS:
+        case TaskKind.HALO_PACK | TaskKind.PAD_ROWS | TaskKind.TARGET_ROWS:
             rows, others, columns = shape
             return 2.0 * size * columns * (rows + others)
+        case TaskKind.CLUSTER_BATCH | TaskKind.SAMPLED_BATCH:
+            # Ids and marks of 8 bytes: of an edge about ten, of a row four, of a node of the whole graph one.
+            first, rows, edges, features = shape
+            return 8.0 * first + 32.0 * rows + 80.0 * edges + 8.0 * features
         case TaskKind.MERGE:
             rows, merged, heads, head_size = shape
             # Merged rows are read twice and written once, backward the other way round; the others are copied.

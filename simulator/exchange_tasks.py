@@ -41,13 +41,14 @@ class GroupWork:
 
     Attributes:
         graph_rank: of the group.
-        rows_by_rank: nodes that each rank of the group owns.
+        rows_by_rank: nodes that each rank of the group owns; of a layer of a sampled batch, the rows that it gets.
         rows_to, rows_from: rows that this rank sends to each, and receives from each, in a halo exchange.
         max_pair_rows: the most rows that one rank of the group sends to another one in it.
         num_boundary_rows: own nodes with edges from nodes of others.
         edges: into own nodes.
         inner_edges, outer_edges: of them, from own nodes and from nodes of others.
         group_edges: of the whole batch.
+        num_sampled_targets: of a layer of a sampled batch, the rows that it returns; None for all.
     """
 
     graph_rank: int = 0
@@ -60,6 +61,7 @@ class GroupWork:
     inner_edges: EdgeCounts = field(default_factory=EdgeCounts)
     outer_edges: EdgeCounts = field(default_factory=EdgeCounts)
     group_edges: EdgeCounts = field(default_factory=EdgeCounts)
+    num_sampled_targets: int | None = None
 
     @property
     def num_rows(self) -> int:
@@ -133,13 +135,22 @@ class AttentionLowering:
         sends_rows = self.plan.exchange_payload is ExchangePayload.ROWS
         match self.exchange:
             case Exchange.NONE:
-                return [self._project(), *self._attend("", self.work.edges, self.work.num_rows)]
+                return self._alone()
             case Exchange.HEAD_ALL_TO_ALL:
                 return self._by_heads()
             case Exchange.HALO | Exchange.ALL_GATHER if self.plan.overlaps(index):
                 return self._overlapped(sends_rows=sends_rows)
             case Exchange.HALO | Exchange.ALL_GATHER:
                 return self._in_turn(sends_rows=sends_rows)
+
+    def _alone(self) -> list[Operation]:
+        """Return attention without an exchange; of a sampled batch, of the first rows alone."""
+        work, targets = self.work, self.work.num_sampled_targets
+        attention = self._attend("", work.edges, work.num_rows, targets=targets)
+        if targets is None:
+            return [self._project(), *attention]
+        shape = (work.num_rows, targets, self.model.width)
+        return [self._project(), same(f"{self.layer}.targets", TaskKind.TARGET_ROWS, shape), *attention]
 
     # --- Exchanges of rows.
 

@@ -86,19 +86,22 @@ def _rank_memory(
     parameters = num_parameters(graph, model) * PARAMETER_BYTES
     layers = range(model.num_layers)
     kind = cluster.device.kind
-    kept = [_layer_bytes(plan, model, work, plan.exchange[layer], kind) for layer in layers]
+    kept = [_layer_bytes(plan, model, work, layer, plan.exchange[layer], kind) for layer in layers]
     saved = [
-        kept[layer] if plan.recompute[layer] is Recompute.NONE else work.num_rows * model.width * _size(plan)
+        kept[layer]
+        if plan.recompute[layer] is Recompute.NONE
+        else work.num_input_rows(layer) * model.width * _size(plan)
         for layer in layers
     ]
     # While a layer is computed again, all that it saves is there once more.
     again = max((kept[layer] for layer in layers if plan.recompute[layer] is Recompute.LAYER), default=0)
     activations = sum(saved) + _head_bytes(plan, graph, model, work)
-    workspace = again + max(_workspace_bytes(plan, model, work, exchange) for exchange in plan.exchange)
+    workspace = again + max(_workspace_bytes(plan, model, work, layer, plan.exchange[layer]) for layer in layers)
     messages = max(_message_bytes(plan, model, work, exchange) for exchange in plan.exchange)
     exchange = Exchange.HALO if plan.num_ranks > 1 else Exchange.NONE
-    evaluation = 0 if plan.is_full_graph else _layer_bytes(plan, model, whole, exchange, kind)
-    compression = _compression_bytes(plan, graph, model, backward_bytes=activations + workspace)
+    evaluation = 0 if plan.is_full_graph else _layer_bytes(plan, model, whole, 0, exchange, kind)
+    step = activations + workspace + messages
+    compression = _compression_bytes(plan, graph, model, other_bytes=max(step, evaluation))
     return (
         ("parameters", parameters),
         ("gradients", parameters),
@@ -107,22 +110,22 @@ def _rank_memory(
         ("activations", activations),
         ("workspace", workspace),
         ("messages", messages),
-        ("evaluation", max(evaluation - activations - workspace - messages, 0)),
+        ("evaluation", max(evaluation - step, 0)),
         *((("gradient compression", compression),) if compression else ()),
         ("context", CONTEXT_BYTES[cluster.device.kind]),
     )
 
 
-def _compression_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec, *, backward_bytes: int) -> int:
+def _compression_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec, *, other_bytes: int) -> int:
     """Return what compressing gradients takes beside the rest.
 
     Args:
-        backward_bytes: of the backward pass, which are free again when gradients are reduced behind it.
+        other_bytes: of the backward pass or of an evaluation, free again when gradients are reduced behind it.
     """
     buckets = buckets_of(parameter_shapes(graph, model), plan.gradient_bucket_bytes) if plan.num_ranks > 1 else ()
     compression, overlaps = plan.gradient_compression, plan.overlap_gradients
     passing = passing_bytes(buckets, compression, num_ranks=plan.num_ranks, overlaps=overlaps)
-    return kept_bytes(buckets, compression) + (passing if overlaps else max(passing - backward_bytes, 0))
+    return kept_bytes(buckets, compression) + (passing if overlaps else max(passing - other_bytes, 0))
 
 
 def _evaluation_work(plan: Plan, rank: int) -> RankWork:
@@ -149,10 +152,14 @@ def _evaluation_work(plan: Plan, rank: int) -> RankWork:
 
 
 def _resident_input_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec, work: RankWork, whole: RankWork) -> int:
-    """Return the bytes of inputs on the device: cluster batches that were trained on stay there, up to one a part."""
+    """Return the bytes of inputs on the device: of batches, and of the whole graph for evaluations.
+
+    There are all batches where they are kept, else the one that is trained on and those that were made ahead.
+    """
     if plan.is_full_graph:
         return _input_bytes(plan, graph, model, work)
-    return plan.partition.num_parts * _input_bytes(plan, graph, model, work) + _input_bytes(plan, graph, model, whole)
+    num_batches = plan.partition.num_parts if plan.keep_batches else 1 + plan.prefetch_batches
+    return num_batches * _input_bytes(plan, graph, model, work) + _input_bytes(plan, graph, model, whole)
 
 
 def _size(plan: Plan) -> int:
@@ -168,23 +175,28 @@ def _input_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec, work: RankWork)
     edges = work.num_edges * edge_bytes * len(exchanges - {Exchange.HEAD_ALL_TO_ALL})
     if Exchange.HEAD_ALL_TO_ALL in exchanges:
         edges += work.group.group_edges.num_edges * edge_bytes
+    # Where batches are sampled, each layer's edges have rows of their own, by target and by source.
+    edges += sum((layer.num_targets + layer.num_sources) * INDEX_BYTES for layer in work.sampled)
     return dense + sparse + edges + 4 * work.num_rows * INDEX_BYTES
 
 
-def _layer_bytes(plan: Plan, model: ModelSpec, work: RankWork, exchange: Exchange, kind: DeviceKind) -> int:
+def _layer_bytes(plan: Plan, model: ModelSpec, work: RankWork, layer: int, exchange: Exchange, kind: DeviceKind) -> int:
     """Return what autograd saves of one layer.
 
     Of rows times width: two layer inputs, two norm outputs and the attention's output, and two dropout masks of a byte.
     Of rows times the feed-forward width: the activation's input and output. Attention keeps queries, keys and values of
-    rows and a number of each row and head; on GPUs also what rounding took from an output of 16 bits.
+    rows and a number of each row and head; on GPUs also what rounding took from an output of 16 bits. Where batches are
+    sampled, all rows that the layer gets have the first input, norm and queries, and its targets the rest.
     """
-    rows, width, size = work.num_rows, model.width, _size(plan)
+    rows, input_rows = work.num_target_rows(layer), work.num_input_rows(layer)
+    width, size = model.width, _size(plan)
     masks = 2 * rows * width * (model.dropout_ratio > 0)
-    dense = rows * (5 * width + 2 * model.feed_forward_width) * size + masks
-    targets, sources, heads = _attended(plan, model, work, exchange)
+    dense = (2 * input_rows * width + rows * (3 * width + 2 * model.feed_forward_width)) * size + masks
+    targets, sources, heads = _attended(plan, model, work, layer, exchange)
     columns = heads * model.head_size
     rest = targets * columns if kind is DeviceKind.CUDA and size < SCORE_BYTES else 0  # a byte a number
-    found = dense + (targets + 2 * sources) * columns * size + targets * heads * SCORE_BYTES + rest
+    queries = targets - rows + input_rows  # where batches are sampled, those of rows that are no targets are kept too
+    found = dense + (queries + 2 * sources) * columns * size + targets * heads * SCORE_BYTES + rest
     if exchange is Exchange.HEAD_ALL_TO_ALL:
         found += targets * columns * size  # outputs of the own heads, beside those of the own rows
     if plan.overlap_exchange and exchange in ROW_EXCHANGES:
@@ -195,12 +207,14 @@ def _layer_bytes(plan: Plan, model: ModelSpec, work: RankWork, exchange: Exchang
     return found
 
 
-def _attended(plan: Plan, model: ModelSpec, work: RankWork, exchange: Exchange) -> tuple[int, int, int]:
+def _attended(plan: Plan, model: ModelSpec, work: RankWork, layer: int, exchange: Exchange) -> tuple[int, int, int]:
     """Return targets, sources and heads of a layer's attention, of both its parts together where it has two."""
     group = work.group
     if exchange is Exchange.HEAD_ALL_TO_ALL:
         heads = head_counts(model.num_heads, len(group.rows_by_rank))[group.graph_rank]
         return group.num_group_rows, group.num_group_rows, heads
+    if work.sampled:
+        return work.num_target_rows(layer), work.num_input_rows(layer), model.num_heads
     sources = work.num_source_rows(exchange)
     if not plan.overlap_exchange or exchange not in ROW_EXCHANGES:
         return work.num_rows, sources, model.num_heads
@@ -208,12 +222,12 @@ def _attended(plan: Plan, model: ModelSpec, work: RankWork, exchange: Exchange) 
     return work.num_rows + group.num_boundary_rows, own_rows + sources, model.num_heads
 
 
-def _workspace_bytes(plan: Plan, model: ModelSpec, work: RankWork, exchange: Exchange) -> int:
+def _workspace_bytes(plan: Plan, model: ModelSpec, work: RankWork, layer: int, exchange: Exchange) -> int:
     """Return what the largest task holds beside what is saved: the backward pass of attention.
 
     Gradients of queries, keys and values of rows, and two numbers of each row and head.
     """
-    targets, sources, heads = _attended(plan, model, work, exchange)
+    targets, sources, heads = _attended(plan, model, work, layer, exchange)
     return (targets + 2 * sources) * heads * model.head_size * _size(plan) + 2 * targets * heads * SCORE_BYTES
 
 
@@ -249,8 +263,8 @@ def _message_bytes(plan: Plan, model: ModelSpec, work: RankWork, exchange: Excha
 
 
 def _head_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec, work: RankWork) -> int:
-    rows, classes = work.num_rows, graph.num_classes
-    input_mask = rows * model.width * (model.dropout_ratio > 0)
+    rows, classes = work.num_output_rows, graph.num_classes
+    input_mask = work.num_rows * model.width * (model.dropout_ratio > 0)
     return (
         input_mask + rows * (2 * model.width + classes) * _size(plan) + 3 * work.num_train_rows * classes * SCORE_BYTES
     )

@@ -12,8 +12,8 @@ from simulator.gradients import ReductionSchedule, ReductionTask, reduction_sche
 from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import NUM_DEGREE_BUCKETS, EdgeBias, ModelSpec
-from simulator.specs.plan import Exchange, Plan, Recompute, batch_parts
-from simulator.specs.program import Phase, Program, Stream, Task, TaskKind, task_name
+from simulator.specs.plan import Exchange, Plan, Recompute, SampledBatches, SampledLayer, batch_parts, seed_ranges
+from simulator.specs.program import Phase, Program, Stream, Task, TaskKind, stream_of, task_name
 from simulator.specs.units import Dtype
 
 
@@ -32,6 +32,7 @@ class RankWork:
         rows_from: rows that it receives from each.
         max_rows: owned nodes of the largest rank of its group.
         group: the same and more, as exchanges need it.
+        sampled: of a batch of sampled neighbourhoods, the counts of each layer; `num_rows` are the first one's sources.
     """
 
     num_rows: int
@@ -44,6 +45,32 @@ class RankWork:
     rows_from: tuple[int, ...]
     max_rows: int
     group: GroupWork = field(default_factory=GroupWork)
+    sampled: tuple[SampledLayer, ...] = ()
+
+    @property
+    def num_output_rows(self) -> int:
+        """Rows that the last layer returns."""
+        return self.sampled[-1].num_targets if self.sampled else self.num_rows
+
+    def num_input_rows(self, layer: int) -> int:
+        """Return how many rows a layer gets."""
+        return self.sampled[layer].num_sources if self.sampled else self.num_rows
+
+    def num_target_rows(self, layer: int) -> int:
+        """Return how many rows a layer returns."""
+        return self.sampled[layer].num_targets if self.sampled else self.num_rows
+
+    def group_of(self, layer: int) -> GroupWork:
+        """Return what a layer's exchange and attention need."""
+        if not self.sampled:
+            return self.group
+        counts = self.sampled[layer]
+        edges = EdgeCounts(
+            num_edges=counts.num_edges,
+            num_of_long_targets=counts.num_edges_of_long_targets,
+            num_of_long_sources=counts.num_edges_of_long_sources,
+        )
+        return GroupWork(rows_by_rank=(counts.num_sources,), edges=edges, num_sampled_targets=counts.num_targets)
 
     def num_source_rows(self, exchange: Exchange) -> int:
         """Return how many rows of keys and values the rank attends to under an exchange."""
@@ -59,7 +86,9 @@ class RankWork:
 
 
 def rank_work(plan: Plan, *, step: int, seed: int) -> tuple[RankWork, ...]:
-    """Return what each rank holds in a training step."""
+    """Return what each rank holds in a training step; of sampled batches, what is to be expected."""
+    if plan.sampled is not None:
+        return tuple(_sampled_work(plan.sampled, end - first) for first, end in seed_ranges(plan, step=step))
     degree = plan.graph_parallel_degree
     batches = batch_parts(plan, step=step, seed=seed)
     groups = {batch: _group_of_batch(plan, batch) for batch in set(batches)}
@@ -69,6 +98,33 @@ def rank_work(plan: Plan, *, step: int, seed: int) -> tuple[RankWork, ...]:
         work = _work_of_rank(plan, batch, rank % degree)
         found.append(replace(work, group=_group_work(plan, batch, rank % degree, groups[batch])))
     return tuple(found)
+
+
+def _sampled_work(sampled: SampledBatches, num_seeds: int) -> RankWork:
+    """Return what a rank with so many seeds is expected to hold."""
+    if num_seeds == 0:
+        nothing = SampledLayer(
+            num_sources=0, num_targets=0, num_edges=0, num_edges_of_long_targets=0, num_edges_of_long_sources=0
+        )
+        return work_of_sample((nothing,) * len(sampled.layers), num_feature_entries=0)
+    last = replace(sampled.layers[-1], num_targets=num_seeds)
+    return work_of_sample((*sampled.layers[:-1], last), num_feature_entries=sampled.num_feature_entries)
+
+
+def work_of_sample(layers: tuple[SampledLayer, ...], *, num_feature_entries: int) -> RankWork:
+    """Return what a rank holds whose batch has these layers; every seed is a node to train on."""
+    return RankWork(
+        num_rows=layers[0].num_sources,
+        num_edges=sum(layer.num_edges for layer in layers),
+        num_edges_of_long_targets=sum(layer.num_edges_of_long_targets for layer in layers),
+        num_edges_of_long_sources=sum(layer.num_edges_of_long_sources for layer in layers),
+        num_feature_entries=num_feature_entries,
+        num_train_rows=layers[-1].num_targets,
+        rows_to=(0,),
+        rows_from=(0,),
+        max_rows=layers[0].num_sources,
+        sampled=layers,
+    )
 
 
 def owned_parts(plan: Plan, batch: tuple[int, ...], graph_rank: int) -> tuple[int, ...]:
@@ -82,14 +138,13 @@ def _work_of_rank(plan: Plan, batch: tuple[int, ...], graph_rank: int) -> RankWo
     parts = plan.partition.parts
     mine = owned_parts(plan, batch, graph_rank)
     others = [owned_parts(plan, batch, other) for other in range(plan.graph_parallel_degree)]
+    pairs = _joined(plan, mine, batch)
     return RankWork(
         num_rows=sum(parts[part].num_nodes for part in mine),
-        num_edges=sum(parts[part].edges_from[source] for part in mine for source in batch),
+        num_edges=sum(parts[part].edges_from[source] for part, source in pairs),
         num_edges_of_long_targets=_edges_of_long_targets(plan, batch, mine),
-        # Too few where one rank owns several parts: a source's edges into each of them count apart.
-        num_edges_of_long_sources=sum(
-            parts[part].edges_of_long_sources_from[source] for part in mine for source in batch
-        ),
+        # Too few where edges join the parts of one rank: a source's edges into each of them count apart.
+        num_edges_of_long_sources=sum(parts[part].edges_of_long_sources_from[source] for part, source in pairs),
         num_feature_entries=sum(parts[part].num_feature_entries for part in mine),
         num_train_rows=sum(parts[part].num_train_nodes for part in mine),
         # A graph group has one part a rank, so the halo of a pair of ranks is that of a pair of parts.
@@ -103,12 +158,9 @@ def _group_of_batch(plan: Plan, batch: tuple[int, ...]) -> GroupWork:
     """Return what all ranks of a graph group have in common; the rest is that of no rank yet."""
     parts = plan.partition.parts
     owned = [owned_parts(plan, batch, rank) for rank in range(plan.graph_parallel_degree)]
-    edges = _edge_counts(
-        plan,
-        [(part, source) for part in batch for source in batch],
-        sum(_edges_of_long_targets(plan, batch, own) for own in owned),
-    )
-    if len(batch) == len(parts):
+    everything = _joined(plan, batch, batch)
+    edges = _edge_counts(plan, everything, sum(_edges_of_long_targets(plan, batch, own) for own in owned))
+    if plan.is_full_graph:
         edges = replace(edges, num_of_long_sources=sum(part.edges_out_of_long_sources for part in parts))
     return GroupWork(
         rows_by_rank=tuple(sum(parts[part].num_nodes for part in own) for own in owned),
@@ -126,17 +178,18 @@ def _group_work(plan: Plan, batch: tuple[int, ...], graph_rank: int, group: Grou
     parts = plan.partition.parts
     owned = [owned_parts(plan, batch, rank) for rank in range(plan.graph_parallel_degree)]
     mine = owned[graph_rank]
-    outside = [(part, source) for part in mine for source in batch if source not in mine]
+    pairs = _joined(plan, mine, batch)
+    outside = [(part, source) for part, source in pairs if source not in mine]
     outer_targets = sum(parts[part].edges_of_long_targets_from[source] for part, source in outside)
-    inside = [(part, source) for part in mine for source in mine]
+    inside = [(part, source) for part, source in pairs if source in mine]
     boundary_rows = sum(
         min(
             parts[part].num_boundary_nodes,
-            sum(parts[part].boundary_nodes_from[source] for source in batch if source not in mine),
+            sum(parts[part].boundary_nodes_from[source] for target, source in outside if target == part),
         )
         for part in mine
     )
-    if len(batch) == len(parts):
+    if plan.is_full_graph:
         outer_targets = sum(parts[part].outer_edges_of_long_targets for part in mine)
         boundary_rows = sum(parts[part].num_boundary_nodes for part in mine)
     return replace(
@@ -151,6 +204,11 @@ def _group_work(plan: Plan, batch: tuple[int, ...], graph_rank: int, group: Grou
     )
 
 
+def _joined(plan: Plan, targets: Sequence[int], batch: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the pairs of a target's and a source's part between which a batch keeps the edges."""
+    return [(part, source) for part in targets for source in (batch if plan.between_edges else (part,))]
+
+
 def _edge_counts(plan: Plan, pairs: Sequence[tuple[int, int]], num_of_long_targets: int) -> EdgeCounts:
     """Return the edges of pairs of a target's and a source's part; long sources are so in a target's part alone."""
     parts = plan.partition.parts
@@ -162,12 +220,12 @@ def _edge_counts(plan: Plan, pairs: Sequence[tuple[int, int]], num_of_long_targe
 
 
 def _edges_of_long_targets(plan: Plan, batch: tuple[int, ...], mine: tuple[int, ...]) -> int:
-    """Return the edges of long targets, exact in the full graph and in batches of one part.
+    """Return the edges of long targets, exact in the full graph and where no edges join the parts of a batch.
 
     In other batches a target counts as long that is so in the whole graph, which gives a few too many.
     """
     parts = plan.partition.parts
-    if len(batch) == 1:
+    if len(batch) == 1 or not plan.between_edges:
         return sum(parts[part].inner_edges_of_long_targets for part in mine)
     return sum(parts[part].edges_of_long_targets_from[source] for part in mine for source in batch)
 
@@ -249,24 +307,51 @@ def gradient_reductions(
 
 
 def lower(
-    plan: Plan, graph: GraphSpec, model: ModelSpec, cluster: ClusterSpec, *, step: int = 0, seed: int = 0
+    plan: Plan,
+    graph: GraphSpec,
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    *,
+    step: int = 0,
+    seed: int = 0,
+    works: Sequence[RankWork] | None = None,
 ) -> Program:
     """Return the tasks of every rank in one training step.
 
     Args:
-        step: which step; cluster batches differ from step to step.
-        seed: `TrainSpec.seed`, which orders the cluster batches.
+        step: which step; batches differ from step to step.
+        seed: `TrainSpec.seed`, which orders the batches.
+        works: what each rank holds, where that is known better than by `rank_work`: of samples that were drawn. Then
+            the batch that is made in the step is of the same size.
     """
-    works = rank_work(plan, step=step, seed=seed)
+    made = works or rank_work(plan, step=step + plan.prefetch_batches, seed=seed)
+    works = works or rank_work(plan, step=step, seed=seed)
     on_cpu = cluster.device.kind is DeviceKind.CPU
     return Program(
         tasks=tuple(
             _RankLowering(
-                plan=plan, graph=graph, model=model, cluster=cluster, work=work, rank=rank, blocks_host=on_cpu
+                plan=plan,
+                graph=graph,
+                model=model,
+                cluster=cluster,
+                work=work,
+                made_work=made_work,
+                rank=rank,
+                blocks_host=on_cpu,
             ).tasks_of_step()
-            for rank, work in enumerate(works)
+            for rank, (work, made_work) in enumerate(zip(works, made, strict=True))
         )
     )
+
+
+def batch_task_shape(plan: Plan, graph: GraphSpec, model: ModelSpec, work: RankWork) -> tuple[int, ...]:
+    """Return the shape of the task that makes a rank's batch."""
+    num_features = work.num_rows * num_input_columns(graph, model) + work.num_feature_entries
+    first = graph.num_nodes if plan.sampled is None else work.num_output_rows
+    exchanges = set(plan.exchange)
+    num_edges = work.num_edges * bool(exchanges - {Exchange.HEAD_ALL_TO_ALL})
+    num_edges += work.group.group_edges.num_edges * (Exchange.HEAD_ALL_TO_ALL in exchanges)
+    return first, work.num_rows, num_edges, num_features
 
 
 @dataclass(slots=True, kw_only=True)
@@ -278,6 +363,7 @@ class _RankLowering:
     model: ModelSpec
     cluster: ClusterSpec
     work: RankWork
+    made_work: RankWork
     rank: int
     blocks_host: bool
     tasks: list[Task] = field(default_factory=list)
@@ -287,7 +373,8 @@ class _RankLowering:
     _in_flight: list[int] = field(default_factory=list)  # collectives that no later task has waited for yet
 
     def tasks_of_step(self) -> tuple[Task, ...]:
-        """Return forward, backward and update of this rank."""
+        """Return batch, forward, backward and update of this rank."""
+        self._add_batch()
         layers = [self._layer(index) for index in range(self.model.num_layers)]
         operations = [*self._input(), *(operation for layer in layers for operation in layer), *self._head()]
         names = [operation.name for operation in operations if operation.backward_kind is not None]
@@ -311,6 +398,24 @@ class _RankLowering:
         self._add_update()
         return tuple(self.tasks)
 
+    def _add_batch(self) -> None:
+        """Add the task that makes a batch: of this step, or of a later one, which nothing here waits for."""
+        plan = self.plan
+        if not plan.loads_batches:
+            return
+        kind = TaskKind.CLUSTER_BATCH if plan.sampled is None else TaskKind.SAMPLED_BATCH
+        shape = batch_task_shape(plan, self.graph, self.model, self.made_work)
+        task = Task(
+            name="batch",
+            kind=kind,
+            phase=Phase.FORWARD,
+            shape=shape,
+            dtype=plan.precision,
+            stream=stream_of(kind),
+            blocks_host=plan.prefetch_batches == 0,
+        )
+        self.tasks.append(task)  # no task waits for it: the host does, or it is of a later step
+
     def _input(self) -> list[Operation]:
         rows, width = self.work.num_rows, self.model.width
         found = []
@@ -321,40 +426,40 @@ class _RankLowering:
             found.append(same("input.features", TaskKind.SPARSE_LINEAR, shape))
             if num_input_columns(self.graph, self.model):
                 found.append(same("input.sum", TaskKind.RESIDUAL, (rows, width)))
-        return [*found, *self._dropout("input.dropout")]
+        return [*found, *self._dropout("input.dropout", rows)]
 
     def _layer(self, index: int) -> list[Operation]:
         work, model, layer = self.work, self.model, f"layer{index}"
-        rows, width = work.num_rows, model.width
+        input_rows, rows, width = work.num_input_rows(index), work.num_target_rows(index), model.width
         attention = AttentionLowering(
-            plan=self.plan, model=model, work=work.group, layer=layer, exchange=self.plan.exchange[index]
+            plan=self.plan, model=model, work=work.group_of(index), layer=layer, exchange=self.plan.exchange[index]
         )
         return [
-            same(f"{layer}.attention_norm", TaskKind.LAYER_NORM, (rows, width)),
+            same(f"{layer}.attention_norm", TaskKind.LAYER_NORM, (input_rows, width)),
             *attention.operations(),
             same(f"{layer}.attention_output", TaskKind.LINEAR, (rows, width, width)),
-            *self._dropout(f"{layer}.attention_dropout"),
+            *self._dropout(f"{layer}.attention_dropout", rows),
             same(f"{layer}.attention_residual", TaskKind.RESIDUAL, (rows, width)),
             same(f"{layer}.feed_forward_norm", TaskKind.LAYER_NORM, (rows, width)),
             same(f"{layer}.feed_forward_up", TaskKind.LINEAR, (rows, width, model.feed_forward_width)),
             same(f"{layer}.feed_forward_activation", TaskKind.GELU, (rows, model.feed_forward_width)),
             same(f"{layer}.feed_forward_down", TaskKind.LINEAR, (rows, model.feed_forward_width, width)),
-            *self._dropout(f"{layer}.feed_forward_dropout"),
+            *self._dropout(f"{layer}.feed_forward_dropout", rows),
             same(f"{layer}.feed_forward_residual", TaskKind.RESIDUAL, (rows, width)),
         ]
 
     def _head(self) -> list[Operation]:
-        rows, classes = self.work.num_rows, self.graph.num_classes
+        rows, classes = self.work.num_output_rows, self.graph.num_classes
         return [
             same("head.norm", TaskKind.LAYER_NORM, (rows, self.model.width)),
             same("head.linear", TaskKind.LINEAR, (rows, self.model.width, classes)),
             same("loss", TaskKind.LOSS, (rows, self.work.num_train_rows, classes)),
         ]
 
-    def _dropout(self, name: str) -> list[Operation]:
+    def _dropout(self, name: str, rows: int) -> list[Operation]:
         if self.model.dropout_ratio == 0:
             return []
-        return [same(name, TaskKind.DROPOUT, (self.work.num_rows, self.model.width))]
+        return [same(name, TaskKind.DROPOUT, (rows, self.model.width))]
 
     def _add_update(self) -> None:
         shapes = [shape for _, shape in parameter_shapes(self.graph, self.model)]
@@ -413,7 +518,7 @@ class _RankLowering:
             result_of: name of a reduction beside the others that the task waits for.
             is_in_flight, joins: as of an `Operation`.
         """
-        stream = Stream.COMMUNICATION if kind.is_collective else Stream.COMPUTE
+        stream = stream_of(kind)
         is_beside = kind.is_collective and phase is Phase.UPDATE and self.plan.overlap_gradients
         stream = Stream.GRADIENTS if is_beside else stream
         waits_for = {self._beside[result_of]} if result_of in self._beside else set()

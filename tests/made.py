@@ -8,8 +8,17 @@ from simulator.specs.calibration import Calibration, CollectiveSample, ComputeSa
 from simulator.specs.cluster import ClusterSpec, DeviceKind, DeviceSpec, LinkSpec
 from simulator.specs.graph import GraphFile, GraphSpec
 from simulator.specs.model import ModelSpec
-from simulator.specs.plan import Exchange, PartitionMethod, PartitionSpec, PartSpec, Plan, Recompute
-from simulator.specs.program import COLLECTIVES, UPDATES, Phase, Stream, Task, TaskKind
+from simulator.specs.plan import (
+    Exchange,
+    PartitionMethod,
+    PartitionSpec,
+    PartSpec,
+    Plan,
+    Recompute,
+    SampledBatches,
+    SampledLayer,
+)
+from simulator.specs.program import BATCH_KINDS, COLLECTIVES, UPDATES, Phase, Task, TaskKind, stream_of
 from simulator.specs.units import GB, GIB, TERA, Dtype
 
 DEVICE_NAME = "made device"
@@ -18,6 +27,9 @@ COLLECTIVE_LATENCY_SECONDS, SECONDS_PER_BYTE = 30e-6, 1e-9
 
 _ROWS, _WIDTHS = (64, 1024, 16384), (16, 64)
 _SHAPES: dict[TaskKind, tuple[tuple[int, ...], ...]] = {
+    TaskKind.CLUSTER_BATCH: tuple((4 * rows, rows, 8 * rows, width * rows) for rows in _ROWS for width in _WIDTHS),
+    TaskKind.SAMPLED_BATCH: tuple((rows // 8, rows, 2 * rows, width * rows) for rows in _ROWS for width in _WIDTHS),
+    TaskKind.TARGET_ROWS: tuple((rows, rows // 4, width) for rows in _ROWS for width in _WIDTHS),
     **{
         kind: tuple((rows, width, wide * width) for rows in _ROWS for width in _WIDTHS for wide in (1, 2))
         for kind in (TaskKind.LINEAR, TaskKind.INPUT_LINEAR, TaskKind.PROJECTION)
@@ -60,7 +72,7 @@ def made_items(kind: TaskKind, shape: tuple[int, ...]) -> int:
             return edges * heads * head_size
         case TaskKind.LOSS:
             return shape[1] * shape[2]
-        case TaskKind.HALO_PACK | TaskKind.PAD_ROWS:
+        case TaskKind.HALO_PACK | TaskKind.PAD_ROWS | TaskKind.TARGET_ROWS:
             return (shape[0] + shape[1]) * shape[2]
         case TaskKind.MERGE:
             rows, merged, heads, head_size = shape
@@ -69,6 +81,9 @@ def made_items(kind: TaskKind, shape: tuple[int, ...]) -> int:
             return shape[0] + 3 * shape[1] * shape[2]
         case _ if kind in UPDATES:
             return shape[0]
+        case TaskKind.CLUSTER_BATCH | TaskKind.SAMPLED_BATCH:
+            first, rows, edges, features = shape
+            return first + 4 * rows + 10 * edges + features
         case _:
             return prod(shape)
 
@@ -87,6 +102,8 @@ def made_collective_seconds(kind: TaskKind, num_ranks: int, num_bytes: int) -> f
 
 def phases_of(kind: TaskKind) -> tuple[Phase, ...]:
     """Return the phases in which a kind of compute task is measured."""
+    if kind in BATCH_KINDS:
+        return (Phase.FORWARD,)
     return (Phase.UPDATE,) if kind in UPDATES else (Phase.FORWARD, Phase.BACKWARD)
 
 
@@ -216,8 +233,7 @@ def made_task(
     name: str = "task",
 ) -> Task:
     """Return a task."""
-    stream = Stream.COMMUNICATION if kind.is_collective else Stream.COMPUTE
-    return Task(name=name, kind=kind, phase=phase, shape=shape, dtype=dtype, stream=stream, group=group)
+    return Task(name=name, kind=kind, phase=phase, shape=shape, dtype=dtype, stream=stream_of(kind), group=group)
 
 
 def made_collective(kind: TaskKind, num_bytes: Sequence[int] | int, num_ranks: int) -> tuple[Task, ...]:
@@ -315,6 +331,31 @@ def made_plan(partition: PartitionSpec, *, num_layers: int = 2, **fields: object
         "precision": Dtype.FLOAT32,
     }
     return Plan(**(defaults | fields))  # type: ignore[arg-type]
+
+
+def made_sampled(*layers: tuple[int, int, int], seeds_per_batch: int = 50) -> SampledBatches:
+    """Return sampled batches of layers with so many sources, targets and edges, all of short rows."""
+    return SampledBatches(
+        fan_outs=(4,) * len(layers),
+        seeds_per_batch=seeds_per_batch,
+        layers=tuple(
+            SampledLayer(
+                num_sources=sources,
+                num_targets=targets,
+                num_edges=edges,
+                num_edges_of_long_targets=0,
+                num_edges_of_long_sources=0,
+            )
+            for sources, targets, edges in layers
+        ),
+        num_feature_entries=0,
+    )
+
+
+def made_sampled_plan(partition: PartitionSpec, sampled: SampledBatches, **fields: object) -> Plan:
+    """Return a plan of sampled batches in fp32 on one rank, unless fields say otherwise."""
+    defaults: dict[str, object] = {"graph_parallel_degree": 1, "parts_per_batch": partition.num_parts}
+    return made_plan(partition, num_layers=len(sampled.layers), sampled=sampled, **(defaults | fields))
 
 
 def graph_of(partition: PartitionSpec, **fields: object) -> GraphSpec:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from planner.neighbourhoods import expected_batches
 from planner.partition import partition_graph
 from simulator.memory import peak_memory
 from simulator.readers.graphs import Graph
@@ -26,6 +27,7 @@ class Choices:
     Attributes:
         num_parts: parts of the graph; 0 for a full graph with one part a rank.
         parts_per_batch: 0 for one part a rank of the graph group.
+        fan_outs, seeds_per_batch: of sampled neighbourhoods; empty and 0 for batches of parts.
     """
 
     data_parallel_degree: int = 1
@@ -39,6 +41,11 @@ class Choices:
     overlap_gradients: bool = False
     gradient_compression: GradientCompression = AS_THEY_ARE
     step_mode: StepMode = StepMode.EAGER
+    between_edges: bool = True
+    fan_outs: tuple[int, ...] = ()
+    seeds_per_batch: int = 0
+    keep_batches: bool = False
+    prefetch_batches: int = 0
     overlap_exchange: bool = False
     exchange_payload: ExchangePayload = ExchangePayload.KEYS_AND_VALUES
     exchange_precision: Dtype | None = None
@@ -63,11 +70,19 @@ def plan_of(
     num_parts = choices.num_parts or choices.graph_parallel_degree
     exchange = choices.exchange if choices.graph_parallel_degree > 1 else Exchange.NONE
     recompute = choices.recompute
+    sampled = None
+    if choices.fan_outs:
+        sampled = expected_batches(
+            graph,
+            choices.fan_outs,
+            seeds_per_batch=choices.seeds_per_batch,
+            data_parallel_degree=choices.data_parallel_degree,
+        )
     return Plan(
         data_parallel_degree=choices.data_parallel_degree,
         graph_parallel_degree=choices.graph_parallel_degree,
         partition=partition or partition_graph(graph, num_parts, seed=seed, folder=folder),
-        parts_per_batch=choices.parts_per_batch or choices.graph_parallel_degree,
+        parts_per_batch=num_parts if sampled else choices.parts_per_batch or choices.graph_parallel_degree,
         exchange=exchange if isinstance(exchange, tuple) else (exchange,) * model.num_layers,
         recompute=recompute if isinstance(recompute, tuple) else (recompute,) * model.num_layers,
         precision=choices.precision,
@@ -75,6 +90,10 @@ def plan_of(
         overlap_gradients=choices.overlap_gradients,
         gradient_compression=choices.gradient_compression,
         step_mode=choices.step_mode,
+        between_edges=choices.between_edges,
+        sampled=sampled,
+        keep_batches=choices.keep_batches,
+        prefetch_batches=choices.prefetch_batches,
         overlap_exchange=choices.overlap_exchange,
         exchange_payload=choices.exchange_payload,
         exchange_precision=choices.exchange_precision,

@@ -113,7 +113,23 @@ OTHERS = {
         for overlap in (False, True)
     },
     "clusters": Choices(num_parts=4),
+    "clusters, kept": Choices(num_parts=4, keep_batches=True),
+    "clusters, made ahead": Choices(num_parts=4, prefetch_batches=2),
+    "isolated clusters": Choices(num_parts=6, parts_per_batch=2, between_edges=False, prefetch_batches=2),
     "clusters on two": Choices(data_parallel_degree=2, num_parts=5),
+    "sampled": Choices(fan_outs=(8, 4), seeds_per_batch=1000),
+    "sampled, made ahead": Choices(fan_outs=(8, 4), seeds_per_batch=1000, prefetch_batches=2),
+    "sampled on two, made ahead": Choices(
+        data_parallel_degree=2, num_parts=2, fan_outs=(8, 4), seeds_per_batch=500, prefetch_batches=2
+    ),
+    "sampled, bf16": Choices(fan_outs=(8, 4), seeds_per_batch=1000, precision=Dtype.BFLOAT16, prefetch_batches=1),
+}
+# Runs that differ in where and when their batches are made alone.
+ALIKE = {
+    "clusters, kept": "clusters",
+    "clusters, made ahead": "clusters",
+    "sampled, made ahead": "sampled",
+    "sampled on two, made ahead": "sampled",
 }
 
 
@@ -173,6 +189,12 @@ def main() -> int:
             print(f"{name:40} differs from one rank by at most {error:.1e} in {TRAIN.num_steps} losses")
             if error > 1e-4:
                 failures.append(f"{name} learns otherwise than one rank")
+    for name, other in ALIKE.items():
+        if name in losses:
+            error = max(abs(a / b - 1) for a, b in zip(losses[name], losses[other], strict=True))
+            print(f"{name:40} differs from {other} by at most {error:.1e} in {TRAIN.num_steps} losses")
+            if error > 1e-4:
+                failures.append(f"{name} learns otherwise than {other}")
     error = max(abs(a / b - 1) for a, b in zip(losses["replayed, bf16"], losses["full graph, bf16"], strict=True))
     print(f"{'replayed, bf16':40} differs from eager by at most {error:.1e} in {TRAIN.num_steps} losses")
     if error > 1e-2:

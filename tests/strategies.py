@@ -1,5 +1,6 @@
 """A Hypothesis strategy for each spec; every drawn value is valid, and small enough to run."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,8 @@ from simulator.specs.plan import (
     PartSpec,
     Plan,
     Recompute,
+    SampledBatches,
+    SampledLayer,
     StepMode,
 )
 from simulator.specs.program import (
@@ -39,6 +42,7 @@ from simulator.specs.program import (
     Stream,
     Task,
     TaskKind,
+    stream_of,
     task_name,
 )
 from simulator.specs.run import RunSpec
@@ -222,20 +226,34 @@ compressions = (
     | st.builds(GradientCompression, kind=st.just(CompressionKind.TOP_K), kept_ratio=st.floats(0.001, 1))
     | st.builds(GradientCompression, kind=st.just(CompressionKind.POWER_SGD), matrix_rank=st.integers(1, 4))
 )
-searches = st.builds(
-    SearchSpec,
-    num_ranks=st.lists(st.integers(1, 32), unique=True, max_size=4).map(tuple),
-    batches=_choices(BatchKind),
-    exchanges=_choices([exchange for exchange in Exchange if exchange != Exchange.NONE]),
-    recomputes=_choices(Recompute),
-    precisions=_choices(Dtype),
-    gradient_bucket_bytes=st.lists(st.integers(4, 2**30), min_size=1, max_size=3, unique=True).map(tuple),
-    overlap_gradients=st.lists(st.booleans(), unique=True).map(tuple),
-    gradient_compressions=st.lists(compressions, min_size=1, max_size=3).map(tuple),
-    parts_per_replica=st.integers(1, 8),
-    orders=_choices(NodeOrder),
-    seed=seeds,
-)
+
+
+@st.composite
+def searches_for(draw: st.DrawFn, num_layers: int = 2) -> SearchSpec:
+    """Draw bounds of a search; fan-outs, one a layer, and seeds go with sampled batches alone."""
+    batches = draw(_choices(BatchKind))
+    least_parts = 2 if BatchKind.ISOLATED_CLUSTERS in batches else 1
+    parts_per_batch = draw(st.integers(least_parts, 4))
+    is_sampled = BatchKind.SAMPLED in batches
+    return SearchSpec(
+        num_ranks=draw(st.lists(st.integers(1, 32), unique=True, max_size=4).map(tuple)),
+        batches=batches,
+        exchanges=draw(_choices([exchange for exchange in Exchange if exchange != Exchange.NONE])),
+        recomputes=draw(_choices(Recompute)),
+        precisions=draw(_choices(Dtype)),
+        gradient_bucket_bytes=draw(st.lists(st.integers(4, 2**30), min_size=1, max_size=3, unique=True).map(tuple)),
+        overlap_gradients=draw(st.lists(st.booleans(), unique=True).map(tuple)),
+        gradient_compressions=draw(st.lists(compressions, min_size=1, max_size=3).map(tuple)),
+        parts_per_replica=draw(st.integers(parts_per_batch, 8)),
+        parts_per_batch=parts_per_batch,
+        fan_outs=draw(st.tuples(*[_fan_outs] * num_layers)) if is_sampled else (),
+        seeds_per_batch=draw(st.integers(1, 10**4)) if is_sampled else 0,
+        orders=draw(_choices(NodeOrder)),
+        seed=draw(seeds),
+    )
+
+
+searches = searches_for()
 _fan_out_numbers = st.lists(_fan_outs, min_size=1, max_size=4, unique=True).map(tuple)
 fanouts = st.builds(
     FanoutSpec,
@@ -252,14 +270,16 @@ fanouts = st.builds(
     projection_width=st.integers(1, 16),
     structure_weight=st.floats(0, 10),
 )
-runs = st.builds(
-    RunSpec,
-    graph=graph_sources,
-    model=models,
-    cluster=st.none() | clusters,
-    train=trains,
-    search=searches,
-    fanout=fanouts,
+runs = models.flatmap(
+    lambda model: st.builds(
+        RunSpec,
+        graph=graph_sources,
+        model=st.just(model),
+        cluster=st.none() | clusters,
+        train=trains,
+        search=searches_for(model.num_layers),
+        fanout=fanouts,
+    )
 )
 
 
@@ -360,6 +380,7 @@ def plans_for(draw: st.DrawFn, num_layers: int | None = None) -> Plan:
     graph_parallel_degree = draw(st.integers(1, 4))
     num_batches = draw(st.integers(1, 3))
     exchanges = [exchange for exchange in Exchange if (exchange == Exchange.NONE) == (graph_parallel_degree == 1)]
+    is_kept = draw(st.booleans()) if graph_parallel_degree == 1 and num_batches > 1 else False
     return Plan(
         data_parallel_degree=draw(st.integers(1, 3)),
         graph_parallel_degree=graph_parallel_degree,
@@ -374,6 +395,8 @@ def plans_for(draw: st.DrawFn, num_layers: int | None = None) -> Plan:
         order=draw(orders),
         step_mode=draw(st.sampled_from(StepMode)),
         beyond_cache_ratio=draw(cache_ratios),
+        keep_batches=is_kept,
+        prefetch_batches=draw(st.integers(0, 2)) if num_batches > 1 and not is_kept else 0,
         overlap_exchange=draw(st.booleans()),
         exchange_payload=draw(st.sampled_from(ExchangePayload)),
         exchange_precision=draw(st.none() | st.sampled_from(Dtype)),
@@ -382,6 +405,47 @@ def plans_for(draw: st.DrawFn, num_layers: int | None = None) -> Plan:
 
 
 plans = plans_for()
+
+
+@st.composite
+def _sampled_layers(draw: st.DrawFn, num_layers: int) -> tuple[SampledLayer, ...]:
+    """Draw layers, the rows of each among those of the one before it."""
+    rows = sorted(draw(st.lists(st.integers(1, 1000), min_size=num_layers + 1, max_size=num_layers + 1)), reverse=True)
+    found = []
+    for num_sources, num_targets in itertools.pairwise(rows):
+        edges = draw(st.integers(0, 5000))
+        found.append(
+            SampledLayer(
+                num_sources=num_sources,
+                num_targets=num_targets,
+                num_edges=edges,
+                num_edges_of_long_targets=draw(st.integers(0, edges)),
+                num_edges_of_long_sources=draw(st.integers(0, edges)),
+            )
+        )
+    return tuple(found)
+
+
+@st.composite
+def sampled_plans(draw: st.DrawFn, num_layers: int = 2) -> Plan:
+    """Draw a plan of sampled batches."""
+    partition = draw(partitions())
+    return Plan(
+        data_parallel_degree=draw(st.integers(1, 4)),
+        graph_parallel_degree=1,
+        partition=partition,
+        parts_per_batch=partition.num_parts,
+        exchange=(Exchange.NONE,) * num_layers,
+        recompute=draw(st.tuples(*[st.sampled_from(Recompute)] * num_layers)),
+        precision=draw(st.sampled_from(Dtype)),
+        sampled=SampledBatches(
+            fan_outs=draw(st.tuples(*[_fan_outs] * num_layers)),
+            seeds_per_batch=draw(st.integers(1, 300)),
+            layers=draw(_sampled_layers(num_layers)),
+            num_feature_entries=draw(st.integers(0, 10**5)),
+        ),
+        prefetch_batches=draw(st.integers(0, 2)),
+    )
 
 
 # --- Programs.
@@ -473,7 +537,7 @@ def _spans(draw: st.DrawFn, rank: int = 0, step: int = 0, start_seconds: float =
     return Span(
         rank=rank,
         step=step,
-        stream=Stream.COMMUNICATION if kind.is_collective else Stream.COMPUTE,
+        stream=stream_of(kind),
         name=draw(texts),
         kind=kind,
         phase=draw(st.sampled_from(Phase)),

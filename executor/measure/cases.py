@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +13,8 @@ from executor.attention.graph import EdgeGraph
 from executor.compat import making_sparse_csr
 from executor.compression import Factors
 from executor.exchange import ExchangeLayout, RowExchange, exchange_rows
+from executor.measure.batches import build_batch_case
+from executor.measure.case import TASK_NAME, Case
 from executor.measure.graphs import beyond_cache_ratio_of_edges
 from executor.operations import Operation, SparseFeatures
 from executor.overlap import MERGE
@@ -30,24 +31,6 @@ from simulator.specs.units import MIB, Dtype
 STEP_TENSORS = 32
 # Twice the last-level cache: 32 MiB of an AMD EPYC's core complex, 60 MB of an H200.
 MAX_EVICTED_BYTES = {"cpu": 64 * MIB, "cuda": 128 * MIB}
-TASK_NAME = "measured"  # of the task under test; "before" is the one whose result it takes
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A task to time.
-
-    Attributes:
-        kind, shape: of the task.
-        run: does forward and backward once through a recorder, the task under the name `TASK_NAME`.
-        beyond_cache_ratio: of attention, as in `Task`.
-    """
-
-    kind: TaskKind
-    dtype: Dtype
-    shape: tuple[int, ...]
-    run: Callable[[Recorder], None]
-    beyond_cache_ratio: float | None = None
 
 
 def build_case(
@@ -105,6 +88,11 @@ def build_case(
             row_T = torch.randperm(rows, device=device, generator=make.generator)[:labelled].sort().values
             label_T = torch.randint(0, columns, (labelled,), device=device, generator=make.generator)
             run = _runner(make, operations.LOSS, make.rows(rows, columns), row_T, label_T, labelled)
+        case TaskKind.TARGET_ROWS:
+            rows, kept, columns = shape
+            run = _runner(make, operations.TARGET_ROWS, make.rows(rows, columns), make.rows(rows, columns), kept)
+        case TaskKind.CLUSTER_BATCH | TaskKind.SAMPLED_BATCH:
+            return build_batch_case(kind, shape, dtype, device)
         case TaskKind.CLIP | TaskKind.OPTIMIZER:
             run = _update_runner(kind, shape, make)
         case _ if kind in COMPRESSIONS:

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from executor.measure.cases import TASK_NAME, Case
+from executor.measure.case import TASK_NAME, Case
 from executor.measure.effort import Effort
 from executor.record import Mark, Recorder, kernel_times, profiled_events
 from simulator.specs.calibration import ComputeSample
-from simulator.specs.program import Phase, TaskKind
+from simulator.specs.program import BATCH_KINDS, Phase, TaskKind
 
 ORIGIN = "microbenchmark"
 
@@ -35,7 +35,7 @@ class Timing:
 def measure_case(case: Case, effort: Effort, device: torch.device, world: dist.ProcessGroup | None) -> list[Timing]:
     """Return timings of every repetition; ranks of `world` start each repetition together."""
     repetitions = _repetitions(case, effort, device, world)
-    if device.type == "cuda":
+    if device.type == "cuda" and case.kind not in BATCH_KINDS:  # the host makes those, and waits for the device
         return _measure_on_gpu(case, repetitions)
     recorder = Recorder()
     timings: list[Timing] = []

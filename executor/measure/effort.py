@@ -7,6 +7,9 @@ from enum import StrEnum
 from simulator.specs.program import TaskKind
 from simulator.specs.units import KIB, MIB
 
+# The largest sizes of dense tasks would be batches whose features take many gigabytes.
+MAX_BATCH_SIZES = 4
+
 
 class GraphKind(StrEnum):
     """What a graph to time attention on is like."""
@@ -151,14 +154,25 @@ def case_shapes(effort: Effort) -> Iterator[tuple[TaskKind, tuple[int, ...]]]:
             for kind in (TaskKind.LAYER_NORM, TaskKind.DROPOUT, TaskKind.RESIDUAL):
                 yield kind, (rows, width)
             yield TaskKind.GELU, (rows, 2 * width)
+        for rows in effort.rows[::2]:
             yield TaskKind.HALO_PACK, (rows, rows // 4, 2 * width)
             yield TaskKind.PAD_ROWS, (rows, rows + rows // 16, 2 * width)
-    for rows in effort.rows:
-        yield TaskKind.LINEAR, (rows, effort.widths[-1], 10)
-        yield TaskKind.LOSS, (rows, rows // 2, 10)
+    # Time of what copies follows the bytes, so few sizes do.
+    for rows in effort.rows[::2]:
+        yield TaskKind.TARGET_ROWS, (rows, rows // 4, effort.widths[-1])
         yield TaskKind.COPY_ROWS, (rows, effort.widths[-1])
         yield TaskKind.MERGE, (rows, rows // 2, 8, effort.widths[-1] // 8)
-    for edges in effort.edges:
+    for index, rows in enumerate(effort.rows[:MAX_BATCH_SIZES]):
+        if index % 2 == 0:
+            yield TaskKind.CLUSTER_BATCH, (4 * rows, rows, 8 * rows, effort.widths[-1] * rows)
+        # In turn many draws of few nodes, and few draws of many.
+        edges_per_row = 1 if index % 2 else 4
+        yield TaskKind.SAMPLED_BATCH, (rows // 12, rows, edges_per_row * rows, effort.widths[-1] * rows)
+    for index, rows in enumerate(effort.rows):
+        yield TaskKind.LINEAR, (rows, effort.widths[-1], 10)
+        if index % 2 == 0:
+            yield TaskKind.LOSS, (rows, rows // 2, 10)
+    for edges in effort.edges[::2]:
         yield TaskKind.EDGE_BIAS, (edges, 8)
     for elements in (20_000, 200_000, 2_000_000):
         yield TaskKind.CLIP, (elements, 40)

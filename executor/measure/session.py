@@ -12,7 +12,8 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 
 from executor.environment import environment
 from executor.launch import launch, meet
-from executor.measure.cases import Case, build_attention_case, build_case
+from executor.measure.case import Case
+from executor.measure.cases import build_attention_case, build_case
 from executor.measure.collectives import measure_collectives
 from executor.measure.computes import compute_samples, measure_case
 from executor.measure.effort import FULL_CPU, FULL_CUDA, QUICK_CPU, QUICK_CUDA, Effort, case_shapes
@@ -23,7 +24,7 @@ from executor.progress import CountProgress
 from simulator.specs.calibration import Calibration, CollectiveSample, ComputeSample
 from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.files import read_calibration, write_calibration
-from simulator.specs.program import COLLECTIVES, UPDATES, TaskKind
+from simulator.specs.program import BATCH_KINDS, COLLECTIVES, UPDATES, TaskKind
 from simulator.specs.units import Dtype
 
 logger = logging.getLogger(__name__)
@@ -200,8 +201,8 @@ def _work_on_host(argument: tuple[Session, Calibration], store: Store, rank: int
     kind = session.cluster.device.kind
     smallest: dict[TaskKind, ComputeSample] = {}
     for sample in calibration.computes:
-        # Attention's graph cannot be made again from its counts.
-        if sample.is_from_trace or sample.kind in (*_PACKING, TaskKind.ATTENTION):
+        # The graphs of attention and of batches cannot be made again from their counts.
+        if sample.is_from_trace or sample.kind in (*_PACKING, TaskKind.ATTENTION, *BATCH_KINDS):
             continue
         if sample.busy_devices == 1 and sample.dtype is Dtype.FLOAT32:
             known = smallest.get(sample.kind)

@@ -2,8 +2,11 @@
 
 from simulator.specs.program import TaskKind
 
-# Families: attention warm, products blue, row-wise work green, halo teal, update grey, collectives violet and pink.
+# Families: batches brown, attention warm, products blue, row-wise work green, halo teal, update grey, collectives
+# violet and pink.
 KIND_COLOURS: dict[TaskKind, str] = {
+    TaskKind.CLUSTER_BATCH: "#8c5a3c",
+    TaskKind.SAMPLED_BATCH: "#c69c7b",
     TaskKind.LINEAR: "#2b6cb0",
     TaskKind.INPUT_LINEAR: "#63b3ed",
     TaskKind.SPARSE_LINEAR: "#a3d5f7",
@@ -14,6 +17,7 @@ KIND_COLOURS: dict[TaskKind, str] = {
     TaskKind.RESIDUAL: "#8a9a3b",
     TaskKind.HALO_PACK: "#0f9b8e",
     TaskKind.PAD_ROWS: "#76d7c4",
+    TaskKind.TARGET_ROWS: "#b2f5ea",
     TaskKind.COPY_ROWS: "#2c7a7b",
     TaskKind.EDGE_BIAS: "#f6ad55",
     TaskKind.ATTENTION: "#dd6b20",

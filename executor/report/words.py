@@ -104,8 +104,18 @@ def plan_words(plan: Plan) -> str:
     ]
     if plan.is_full_graph:
         words.append("the full graph in each step")
+    elif plan.sampled is not None:
+        fan_outs = " and ".join(map(str, plan.sampled.fan_outs))
+        words.append(
+            f"up to {plan.sampled.seeds_per_batch:,} nodes to train on for each replica in a step, with up to "
+            f"{fan_outs} sampled neighbours, layer by layer"
+        )
     else:
-        words.append(f"{plan.parts_per_batch} of {partition.num_parts} parts for each replica in a step")
+        without = "" if plan.between_edges else " without the edges between them"
+        words.append(f"{plan.parts_per_batch} of {partition.num_parts} parts{without} for each replica in a step")
+    if plan.loads_batches:
+        ahead = f"at most {plan.prefetch_batches:,} ahead of it" if plan.prefetch_batches else "in it"
+        words.append(f"each batch made {ahead}")
     if partition.num_parts > 1:
         words.append(
             f"{plural(partition.num_parts, 'part')} by {partition.method} ({partition.num_cut_edges:,} edges cut, "

@@ -67,7 +67,7 @@ class Candidates:
     def plan(self, fan_out: int) -> FanOutPlan:
         """Return the plan for a fan-out, made once."""
         if fan_out not in self._plans:
-            self._plans[fan_out] = plan_fan_out(self.graph.indptr_N1, fan_out)
+            self._plans[fan_out] = plan_fan_out(self.graph.indptr_N1[:-1], self.degree_N, fan_out)
         return self._plans[fan_out]
 
     def neighbours(self, indptr_N1: Tensor, position_K: Tensor, log_weight_K: Tensor | None = None) -> Neighbours:

@@ -8,7 +8,7 @@ from torch import Tensor
 from executor.keyed import Stream, numbered_bits, numbers_below, stream_bits, unit_doubles
 from executor.sampling.candidates import Candidates
 from executor.sampling.neighbours import Neighbours, pick
-from executor.sampling.plan import BATCH_ENTRIES, FanOutPlan
+from executor.sampling.plan import BATCH_ENTRIES, FanOutPlan, plan_fan_out
 from executor.sampling.ranking import keep_smallest
 
 # Up to this fan-out places are drawn (work of rows x fan-out^2), above it edges are ranked (work of edges). On an R-MAT
@@ -30,18 +30,34 @@ def sample_uniform(candidates: Candidates, fan_out: int, key: Tensor) -> Neighbo
         plan, position_K, _ = keep_smallest(candidates, fan_out, lambda _, position: _hashes(candidates, position, key))
     else:
         plan = candidates.plan(fan_out)
-        position_K = _drawn_places(candidates, plan, key)
+        position_K = _drawn_places(candidates.edge_ids, plan, key)
     degree_N = candidates.degree_N
     log_weight_N = (degree_N.clamp(min=1) / degree_N.clamp(min=1, max=fan_out)).log()
     log_weight_K = log_weight_N.repeat_interleave(plan.indptr_N1.diff(), output_size=len(position_K))
     return candidates.neighbours(plan.indptr_N1, position_K, log_weight_K)
 
 
+@torch.no_grad()
+def sample_rows(first_R: Tensor, degree_R: Tensor, fan_out: int, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Return row pointers [R + 1] and positions [K] of the edges that `sample_uniform` gives rows of a whole graph.
+
+    Only what is drawn is looked at, not all edges of the rows. The graph's edge ids are its positions.
+
+    Args:
+        first_R, degree_R: position of each row's first edge, and the row's edges, int64.
+        fan_out: at most `MAX_DRAWN_PLACES`.
+        key: int64 [2] on the rows' device, seed and step.
+    """
+    assert fan_out <= MAX_DRAWN_PLACES, fan_out
+    plan = plan_fan_out(first_R, degree_R, fan_out)
+    return plan.indptr_N1, _drawn_places(lambda position: position, plan, key)
+
+
 def _hashes(candidates: Candidates, position: Tensor, key: Tensor) -> Tensor:
     return stream_bits(candidates.edge_ids(position), key, Stream.UNIFORM).double()
 
 
-def _drawn_places(candidates: Candidates, plan: FanOutPlan, key: Tensor) -> Tensor:
+def _drawn_places(edge_ids: Callable[[Tensor], Tensor], plan: FanOutPlan, key: Tensor) -> Tensor:
     """Return positions of edges, each row's drawn by Floyd's method; the row's first edge id stands for the row.
 
     Source: Bentley and Floyd, "A sample of brilliance", CACM 30(9), 1987.
@@ -51,7 +67,7 @@ def _drawn_places(candidates: Candidates, plan: FanOutPlan, key: Tensor) -> Tens
     piece_rows = max(1, BATCH_ENTRIES[position_K.device.type] // plan.fan_out)
     for first in range(0, num_rows, piece_rows):
         rows = plan.long.part(first, first + piece_rows)
-        bits_R = stream_bits(candidates.edge_ids(rows.first_R), key, Stream.UNIFORM)
+        bits_R = stream_bits(edge_ids(rows.first_R), key, Stream.UNIFORM)
         rows.put_chosen(position_K, _distinct_places(bits_R, rows.degree_R, plan.fan_out))
     return position_K
 

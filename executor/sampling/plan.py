@@ -5,6 +5,7 @@ that they fit in one matrix, are found once; in a step the host never waits for 
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -84,14 +85,17 @@ class FanOutPlan:
         indptr_N1: of the sample.
         position_K: int64 [edges of the sample], positions of the first edges of each row: right where a row keeps all.
         long: the other rows.
-        batches: these rows as matrices.
     """
 
     fan_out: int
     indptr_N1: Tensor
     position_K: Tensor
     long: LongRows
-    batches: tuple[RowBatch, ...]
+
+    @cached_property
+    def batches(self) -> tuple[RowBatch, ...]:
+        """The long rows as matrices."""
+        return _row_batches(self.long)
 
     @property
     def num_kept(self) -> int:
@@ -99,22 +103,24 @@ class FanOutPlan:
         return self.position_K.numel()
 
 
-def plan_fan_out(indptr_N1: Tensor, fan_out: int) -> FanOutPlan:
-    """Return the plan of samples of at most `fan_out` edges a row, on the device of the row pointers."""
-    degree_N = indptr_N1.diff()
+def plan_fan_out(first_N: Tensor, degree_N: Tensor, fan_out: int) -> FanOutPlan:
+    """Return the plan of samples of at most `fan_out` edges a row, on the rows' device.
+
+    Args:
+        first_N, degree_N: position of each row's first edge, and the row's edges, int64.
+    """
     kept_N = degree_N.clamp(max=fan_out)
     kept_indptr_N1 = row_pointers(kept_N)
     num_kept = int(kept_indptr_N1[-1])
-    shift_K = (indptr_N1[:-1] - kept_indptr_N1[:-1]).repeat_interleave(kept_N, output_size=num_kept)
+    shift_K = (first_N - kept_indptr_N1[:-1]).repeat_interleave(kept_N, output_size=num_kept)
     row_L = (degree_N > fan_out).nonzero().squeeze(1)
     row_L = row_L[torch.sort(degree_N[row_L], stable=True).indices]
-    long = LongRows(row_R=row_L, first_R=indptr_N1[row_L], degree_R=degree_N[row_L], kept_first_R=kept_indptr_N1[row_L])
+    long = LongRows(row_R=row_L, first_R=first_N[row_L], degree_R=degree_N[row_L], kept_first_R=kept_indptr_N1[row_L])
     return FanOutPlan(
         fan_out=fan_out,
         indptr_N1=kept_indptr_N1,
-        position_K=torch.arange(num_kept, device=indptr_N1.device) + shift_K,
+        position_K=torch.arange(num_kept, device=first_N.device) + shift_K,
         long=long,
-        batches=_row_batches(long),
     )
 
 

@@ -24,6 +24,9 @@ People write TOML. Every key is a field of a spec, and a quantity carries its un
 
     [search]                        # may be left out, as may every field that has a default
     exchanges = ["halo"]
+    batches = ["full_graph", "sampled"]
+    fan_outs = [15, 10]             # for sampled batches: one a layer
+    seeds_per_batch = 1024
 
     [fanout]                        # for graphpilot fanout; all of it may be left out
     fan_outs = [8, 16]

@@ -1,5 +1,6 @@
 """Plan: how one model is trained on one graph by many ranks."""
 
+import itertools
 import random
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -164,12 +165,54 @@ class PartitionSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SampledLayer:
+    """One layer of a batch of sampled neighbourhoods in numbers.
+
+    Attributes:
+        num_sources: rows that the layer gets: those of its targets, and of what these attend to.
+        num_targets: rows that it returns.
+        num_edges: from sources to targets.
+        num_edges_of_long_targets: of them, those of targets with more than `MAX_SHORT_EDGES` edges.
+        num_edges_of_long_sources: those of sources with more than so many.
+    """
+
+    num_sources: int
+    num_targets: int
+    num_edges: int
+    num_edges_of_long_targets: int
+    num_edges_of_long_sources: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledBatches:
+    """Batches of nodes to train on (seeds) with the neighbourhoods that are sampled for them.
+
+    Attributes:
+        fan_outs: neighbours that a target attends to at most, of each layer; the last layer's targets are the seeds.
+        seeds_per_batch: seeds of a replica in a step, at most.
+        layers: counts to be expected of a batch, each layer's, rounded.
+        num_feature_entries: to be expected, stored entries of the rows' sparse features; 0 when features are dense.
+    """
+
+    fan_outs: tuple[int, ...]
+    seeds_per_batch: int
+    layers: tuple[SampledLayer, ...]
+    num_feature_entries: int
+
+    def __post_init__(self) -> None:
+        require_positive(seeds_per_batch=self.seeds_per_batch)
+        for fan_out in self.fan_outs:
+            require(fan_out >= 1, "fan_outs", "must hold numbers >= 1", fan_out)
+        require_length(len(self.fan_outs), layers=self.layers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """The choices that a search makes; rank `d * graph_parallel_degree + g` is rank g of replica d.
 
     A step trains on `data_parallel_degree` batches of `parts_per_batch` parts. A batch with all parts is
-    the full graph. Edges between the parts of a batch are kept, edges that leave it are not. The ranks of
-    a graph group share a batch, one part each.
+    the full graph. Edges that leave a batch are dropped. The ranks of a graph group share a batch, one part each.
+    Where batches are sampled, a replica trains on nodes of any part, and the parts are those of evaluations.
 
     Attributes:
         data_parallel_degree: replicas, each with a batch of its own.
@@ -193,6 +236,11 @@ class Plan:
         exchange_precision: of what travels; None for `precision`.
         exchange_chunk_bytes: most bytes that a rank sends to others, or receives from them, in one collective of a
             layer; an exchange that has more is cut into several. None for no bound.
+        between_edges: whether the edges between the parts of a batch are kept.
+        sampled: neighbourhoods to train on instead of parts; None for parts.
+        keep_batches: keep every batch on the device once it is made, which batches of one part allow.
+        prefetch_batches: of batches that are not kept, how many a thread makes ahead of the steps; 0 makes each in the
+            step that needs it.
     """
 
     data_parallel_degree: int
@@ -212,8 +260,13 @@ class Plan:
     exchange_payload: ExchangePayload = ExchangePayload.KEYS_AND_VALUES
     exchange_precision: Dtype | None = None
     exchange_chunk_bytes: int | None = None
+    between_edges: bool = True
+    sampled: SampledBatches | None = None
+    keep_batches: bool = False
+    prefetch_batches: int = 0
 
     def __post_init__(self) -> None:
+        require_at_least(0, prefetch_batches=self.prefetch_batches)
         require_positive(data_parallel_degree=self.data_parallel_degree)
         require_positive(graph_parallel_degree=self.graph_parallel_degree)
         require_at_least(4, gradient_bucket_bytes=self.gradient_bucket_bytes)
@@ -237,11 +290,24 @@ class Plan:
     @property
     def is_full_graph(self) -> bool:
         """Whether each step trains on the whole graph."""
-        return self.parts_per_batch == self.partition.num_parts
+        takes_all = self.parts_per_batch == self.partition.num_parts
+        return takes_all and self.sampled is None and (self.between_edges or self.partition.num_parts == 1)
+
+    @property
+    def loads_batches(self) -> bool:
+        """Whether batches are made anew for each step."""
+        return not self.is_full_graph and not self.keep_batches
+
+    @property
+    def num_train_nodes(self) -> int:
+        """Nodes that the loss uses."""
+        return sum(part.num_train_nodes for part in self.partition.parts)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps after which every part was trained on once."""
+        """Steps after which every part, or every node to train on, was trained on once."""
+        if self.sampled is not None:
+            return max(-(-self.num_train_nodes // (self.sampled.seeds_per_batch * self.data_parallel_degree)), 1)
         parts_per_step = self.parts_per_batch * self.data_parallel_degree
         return -(-self.partition.num_parts // parts_per_step)
 
@@ -267,6 +333,20 @@ def batch_parts(plan: Plan, *, step: int, seed: int) -> tuple[tuple[int, ...], .
     first = step_of_epoch * plan.parts_per_batch * plan.data_parallel_degree
     starts = [first + replica * plan.parts_per_batch for replica in range(plan.data_parallel_degree)]
     return tuple(tuple(order[start : start + plan.parts_per_batch]) for start in starts)
+
+
+def seed_ranges(plan: Plan, *, step: int) -> tuple[tuple[int, int], ...]:
+    """Return for each replica which of an epoch's seeds it trains on in a step: the first, and the one after the last.
+
+    An epoch's seeds are dealt out to all its batches at once, so their numbers differ by one at most, every replica has
+    as many steps, and no seed is left out. Simulator and executor both ask here.
+    """
+    num_batches = plan.steps_per_epoch * plan.data_parallel_degree
+    first = step % plan.steps_per_epoch * plan.data_parallel_degree
+    bounds = [
+        plan.num_train_nodes * batch // num_batches for batch in range(first, first + plan.data_parallel_degree + 1)
+    ]
+    return tuple(itertools.pairwise(bounds))
 
 
 def _shuffled(count: int, *, seed: int, epoch: int) -> list[int]:

@@ -17,6 +17,8 @@ MAX_SHORT_EDGES = 32
 class TaskKind(StrEnum):
     """What a task computes or moves; `SHAPE_FIELDS` says what its shape counts, `executor/operations.py` does it."""
 
+    CLUSTER_BATCH = "cluster_batch"
+    SAMPLED_BATCH = "sampled_batch"
     LINEAR = "linear"
     INPUT_LINEAR = "input_linear"
     SPARSE_LINEAR = "sparse_linear"
@@ -28,6 +30,7 @@ class TaskKind(StrEnum):
     HALO_PACK = "halo_pack"
     PAD_ROWS = "pad_rows"
     COPY_ROWS = "copy_rows"
+    TARGET_ROWS = "target_rows"
     EDGE_BIAS = "edge_bias"
     ATTENTION = "attention"
     MERGE = "merge"
@@ -51,6 +54,8 @@ class TaskKind(StrEnum):
         return self in COLLECTIVES
 
 
+# Making the rows of a batch on the host and bringing them to the device.
+BATCH_KINDS = frozenset({TaskKind.CLUSTER_BATCH, TaskKind.SAMPLED_BATCH})
 COLLECTIVES = frozenset({TaskKind.ALL_TO_ALL, TaskKind.ALL_GATHER, TaskKind.REDUCE_SCATTER, TaskKind.ALL_REDUCE})
 # What compresses gradients.
 COMPRESSIONS = frozenset(
@@ -67,6 +72,11 @@ COMPRESSIONS = frozenset(
 UPDATES = COMPRESSIONS | {TaskKind.CLIP, TaskKind.OPTIMIZER}
 
 SHAPE_FIELDS: dict[TaskKind, tuple[str, ...]] = {
+    # Nodes of the whole graph; rows of the batch, edges into them (where heads travel, those of all ranks too, or alone
+    # if all layers do so), numbers of their features.
+    TaskKind.CLUSTER_BATCH: ("nodes", "rows", "edges", "features"),
+    # Rows of the last layer and of the first, edges of all layers, numbers of the first one's features.
+    TaskKind.SAMPLED_BATCH: ("seeds", "rows", "edges", "features"),
     TaskKind.LINEAR: ("rows", "columns_in", "columns_out"),
     # A linear map of input features, which need no gradient.
     TaskKind.INPUT_LINEAR: ("rows", "columns_in", "columns_out"),
@@ -84,6 +94,8 @@ SHAPE_FIELDS: dict[TaskKind, tuple[str, ...]] = {
     TaskKind.PAD_ROWS: ("rows", "rows_padded", "columns"),
     # Rows to another layout or number format, forward and backward.
     TaskKind.COPY_ROWS: ("rows", "columns"),
+    # The first rows of queries and of the residual stream; backward, zeros behind their gradients.
+    TaskKind.TARGET_ROWS: ("rows", "rows_kept", "columns"),
     TaskKind.EDGE_BIAS: ("edges", "heads"),
     # Of the edges, those of targets, and those of sources, with more than MAX_SHORT_EDGES of them.
     TaskKind.ATTENTION: (
@@ -137,6 +149,7 @@ class Stream(StrEnum):
     GRADIENTS = "gradients"  # reductions that go on beside the backward pass and its exchanges
     HOST_TO_DEVICE = "host_to_device"
     DEVICE_TO_HOST = "device_to_host"
+    LOADER = "loader"  # makes batches, in a thread of its own where they are prefetched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +183,13 @@ class Task:
         """Bytes that this rank gives to a collective."""
         assert self.kind.is_collective, self.kind
         return sum(self.shape)
+
+
+def stream_of(kind: TaskKind) -> Stream:
+    """Return the stream on which tasks of a kind run."""
+    if kind in BATCH_KINDS:
+        return Stream.LOADER
+    return Stream.COMMUNICATION if kind.is_collective else Stream.COMPUTE
 
 
 def task_name(base: str, phase: Phase) -> str:

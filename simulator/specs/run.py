@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from simulator.specs.checks import require
 from simulator.specs.cluster import ClusterSpec
 from simulator.specs.fanout import FanoutSpec
 from simulator.specs.graph import GraphSource
@@ -27,3 +28,8 @@ class RunSpec:
     train: TrainSpec
     search: SearchSpec = field(default_factory=SearchSpec)
     fanout: FanoutSpec = field(default_factory=FanoutSpec)
+
+    def __post_init__(self) -> None:
+        fan_outs, num_layers = self.search.fan_outs, self.model.num_layers
+        rule = f"has fan_outs, which must hold one for each of model.num_layers = {num_layers}"
+        require(not fan_outs or len(fan_outs) == num_layers, "search", rule, list(fan_outs))

@@ -15,11 +15,13 @@ class BatchKind(StrEnum):
 
     FULL_GRAPH = "full_graph"
     CLUSTERS = "clusters"
+    ISOLATED_CLUSTERS = "isolated_clusters"  # without the edges between the parts of a batch
+    SAMPLED = "sampled"  # neighbourhoods of nodes to train on, sampled anew each step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSpec:
-    """Bounds of the search; bf16, cluster batches and compressed gradients change what is learned: ask for them.
+    """Bounds of the search; bf16, batches of less than the graph and compressed gradients change what is learned: ask.
 
     Attributes:
         num_ranks: numbers of ranks to try; empty for every power of two up to the cluster, and the cluster.
@@ -31,9 +33,13 @@ class SearchSpec:
         overlap_gradients: whether buckets are reduced beside the backward pass; empty for both on GPUs, and for false
             on CPUs, whose cores would have to move the bytes too.
         gradient_compressions: to try where there are several ranks.
-        parts_per_replica: cluster batches cut the graph into this many parts for each replica.
+        parts_per_replica: cluster batches cut the graph into this many parts for each rank.
+        parts_per_batch: parts of a cluster batch of one rank; ranks that share a batch have one each.
+        fan_outs: neighbours that a node attends to at most in sampled batches, one for each layer, the last layer's
+            last; empty without sampled batches.
+        seeds_per_batch: nodes to train on of a replica in a step, at most, in sampled batches; 0 without.
         orders: of the nodes of a rank, to choose from by predicted gain; the only one is taken without a question.
-        seed: of the partitioner.
+        seed: of the partitioner, and of the batches that are drawn to count what sampled ones hold.
     """
 
     num_ranks: tuple[int, ...] = ()
@@ -49,11 +55,20 @@ class SearchSpec:
     overlap_gradients: tuple[bool, ...] = ()
     gradient_compressions: tuple[GradientCompression, ...] = (GradientCompression(),)
     parts_per_replica: int = 4
+    parts_per_batch: int = 1
+    fan_outs: tuple[int, ...] = ()
+    seeds_per_batch: int = 0
     orders: tuple[NodeOrder, ...] = tuple(NodeOrder)
     seed: int = 0
 
     def __post_init__(self) -> None:
         require_positive(parts_per_replica=self.parts_per_replica)
+        rule = f"must be within 1 and parts_per_replica = {self.parts_per_replica}"
+        require(1 <= self.parts_per_batch <= self.parts_per_replica, "parts_per_batch", rule, self.parts_per_batch)
+        if BatchKind.ISOLATED_CLUSTERS in self.batches:
+            rule = "must be >= 2 for isolated_clusters: no edges join the parts of a batch that has one"
+            require(self.parts_per_batch >= 2, "parts_per_batch", rule, self.parts_per_batch)
+        self._require_sampling()
         require_at_least(0, exchange_chunk_bytes=self.exchange_chunk_bytes)
         for size in self.gradient_bucket_bytes:
             require(size >= 4, "gradient_bucket_bytes", "must hold sizes of 4 bytes or more", size)
@@ -74,3 +89,19 @@ class SearchSpec:
             require(num_ranks >= 1, "num_ranks", "must hold numbers >= 1", num_ranks)
         rule = "must not hold none: a single rank has nothing to exchange, and several must"
         require(Exchange.NONE not in self.exchanges, "exchanges", rule, "none")
+
+    def _require_sampling(self) -> None:
+        """Require fan-outs and seeds where batches are sampled, and only there."""
+        if BatchKind.SAMPLED in self.batches:
+            require(
+                len(self.fan_outs) > 0, "fan_outs", "must hold one for each layer for sampled batches", self.fan_outs
+            )
+            require(
+                self.seeds_per_batch >= 1, "seeds_per_batch", "must be >= 1 for sampled batches", self.seeds_per_batch
+            )
+            for fan_out in self.fan_outs:
+                require(fan_out >= 1, "fan_outs", "must hold numbers >= 1", fan_out)
+        else:
+            rule = "must be left out unless batches names sampled"
+            require(not self.fan_outs, "fan_outs", rule, self.fan_outs)
+            require(not self.seeds_per_batch, "seeds_per_batch", rule, self.seeds_per_batch)

@@ -17,7 +17,7 @@ class TrainSpec:
         max_gradient_norm: gradients are scaled down to this global norm.
         evaluate_every_steps: updates between evaluations; the last update is always followed by one.
         trace_steps: updates recorded task by task, after the first ones that are slower.
-        seed: of parameters, dropout and the order of cluster batches.
+        seed: of parameters, dropout, sampled neighbours and the order of batches.
         compile_dense: compile what lies between attentions, which takes tens of seconds at the start and makes a step
             shorter: it pays in long runs. On GPUs, for full-graph batches.
         collective_timeout_seconds: how long ranks wait for one that gets no further before all of them end; 0 for what

@@ -25,7 +25,8 @@ import torch
 
 from executor.attention.graph import EdgeGraph
 from executor.environment import environment, local_cluster
-from executor.measure.cases import Case, build_attention_case
+from executor.measure.case import Case
+from executor.measure.cases import build_attention_case
 from executor.measure.computes import compute_samples, measure_case
 from executor.measure.effort import Effort, GraphKind
 from executor.measure.session import attention_cases_on, effort_of

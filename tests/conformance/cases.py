@@ -1,5 +1,6 @@
 """Plans of every kind on made graphs, and one really executed step of each on every rank."""
 
+import contextlib
 import dataclasses
 import os
 import pickle
@@ -12,10 +13,12 @@ import numpy as np
 import scipy.sparse
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # not in __all__
 
+from executor.batches import sampled_works
 from executor.launch import launch, meet
 from executor.mesh import joined_mesh
 from executor.record import Recorder
 from executor.train import Inputs, Trainer
+from planner.neighbourhoods import expected_batches
 from planner.partition import part_specs
 from simulator.constraints import violations
 from simulator.readers.generators import materialise
@@ -25,7 +28,15 @@ from simulator.specs.cluster import NVLINK4, ClusterSpec, DeviceKind, DeviceSpec
 from simulator.specs.gradients import CompressionKind, GradientCompression
 from simulator.specs.graph import CommunityGraph, GraphFile, GraphSpec
 from simulator.specs.model import EdgeBias, ModelSpec
-from simulator.specs.plan import Exchange, ExchangePayload, PartitionMethod, PartitionSpec, Plan, Recompute
+from simulator.specs.plan import (
+    Exchange,
+    ExchangePayload,
+    PartitionMethod,
+    PartitionSpec,
+    Plan,
+    Recompute,
+    SampledBatches,
+)
 from simulator.specs.program import Task
 from simulator.specs.train import TrainSpec
 from simulator.specs.units import GB, GIB, KIB, MIB, TERA, Dtype
@@ -55,6 +66,8 @@ class Case:
         is_sparse: whether the graph's features are sparse.
         has_empty_part: whether the last part owns no node.
         overlaps, payload, wire, chunk_bytes: how rows travel, as in the plan.
+        fan_outs, seeds_per_batch: of sampled neighbourhoods; empty and 0 for batches of parts.
+        between_edges, keep_batches, prefetch_batches: as in `Plan`.
     """
 
     data_parallel_degree: int = 1
@@ -74,6 +87,11 @@ class Case:
     payload: ExchangePayload = ExchangePayload.KEYS_AND_VALUES
     wire: Dtype | None = None
     chunk_bytes: int | None = None
+    fan_outs: tuple[int, ...] = ()
+    seeds_per_batch: int = 0
+    between_edges: bool = True
+    keep_batches: bool = False
+    prefetch_batches: int = 0
     step: int = 1
 
 
@@ -109,6 +127,67 @@ CASES = {
     "clusters on two": Case(data_parallel_degree=2, num_parts=4, gradient_bucket_bytes=4 * KIB, model=DROPOUT),
     "clusters on two, one without a batch": Case(data_parallel_degree=2, num_parts=3),
     "cluster batches shared by two": Case(graph_parallel_degree=2, num_parts=6, exchange=(GATHER, HALO), step=2),
+    "isolated clusters": Case(num_parts=5, parts_per_batch=3, between_edges=False, step=1, model=DROPOUT),
+    "isolated clusters, sparse, on two": Case(
+        data_parallel_degree=2, num_parts=6, parts_per_batch=2, between_edges=False, is_sparse=True, model=ENCODED
+    ),
+    "kept clusters": Case(num_parts=4, keep_batches=True),
+    "clusters made ahead": Case(data_parallel_degree=2, num_parts=7, prefetch_batches=2),
+    "sampled": Case(fan_outs=(4, 3), seeds_per_batch=90, recompute=(AGAIN, KEEP)),
+    "sampled on two, everything": Case(
+        data_parallel_degree=2,
+        num_parts=2,
+        fan_outs=(2, 40, 5),
+        seeds_per_batch=70,
+        exchange=(Exchange.NONE,) * 3,
+        recompute=(KEEP, AGAIN, KEEP),
+        model=EVERYTHING,
+        is_sparse=True,
+    ),
+    "sampled, bf16": Case(fan_outs=(3, 3), seeds_per_batch=60, precision=Dtype.BFLOAT16, model=DROPOUT),
+    "sampled, buckets beside the backward pass": Case(
+        data_parallel_degree=2,
+        num_parts=2,
+        fan_outs=(4, 3),
+        seeds_per_batch=80,
+        recompute=(KEEP, AGAIN),
+        model=DROPOUT,
+        gradient_bucket_bytes=4 * KIB,
+        overlap_gradients=True,
+    ),
+    "isolated clusters made ahead, PowerSGD beside the backward pass": Case(
+        data_parallel_degree=2,
+        num_parts=6,
+        parts_per_batch=2,
+        between_edges=False,
+        prefetch_batches=1,
+        gradient_bucket_bytes=8 * KIB,
+        overlap_gradients=True,
+        gradient_compression=POWER_SGD,
+    ),
+    "overlapped, of rows, clusters made ahead, buckets beside the backward pass": Case(
+        graph_parallel_degree=2,
+        num_parts=6,
+        exchange=(HALO, GATHER),
+        overlaps=True,
+        payload=ROWS,
+        chunk_bytes=20 * KIB,
+        prefetch_batches=2,
+        gradient_bucket_bytes=4 * KIB,
+        overlap_gradients=True,
+        model=DROPOUT,
+        step=2,
+    ),
+    "heads and halo, clusters, everything": Case(
+        graph_parallel_degree=2,
+        num_parts=6,
+        exchange=(HEADS, HALO, HEADS),
+        recompute=(AGAIN, KEEP, KEEP),
+        model=dataclasses.replace(EVERYTHING, **SEVEN_HEADS),
+        is_sparse=True,
+        overlaps=True,
+        step=2,
+    ),
     "a rank without nodes": Case(
         graph_parallel_degree=2, exchange=(HALO, GATHER), recompute=(KEEP, AGAIN), has_empty_part=True
     ),
@@ -262,8 +341,13 @@ class Prepared:
 
     def lowered(self) -> tuple[tuple[Task, ...], ...]:
         """Return the tasks of each rank in the step that is looked at."""
-        cluster = cluster_of(self.kind)
-        return lower(self.plan, self.spec, self.case.model, cluster, step=self.case.step, seed=TRAIN.seed).tasks
+        cluster, step, seed = cluster_of(self.kind), self.case.step, TRAIN.seed
+        works = (
+            sampled_works(self.plan, self.case.model, self.inputs, step=step, seed=seed)
+            if self.plan.sampled is not None
+            else None
+        )
+        return lower(self.plan, self.spec, self.case.model, cluster, step=step, seed=seed, works=works).tasks
 
 
 # Each case by name, with what each of its ranks did.
@@ -323,17 +407,32 @@ def _plan(case: Case, graph: Graph, part_N: np.ndarray, num_parts: int) -> Plan:
         data_parallel_degree=case.data_parallel_degree,
         graph_parallel_degree=case.graph_parallel_degree,
         partition=partition,
-        parts_per_batch=case.parts_per_batch or case.graph_parallel_degree,
+        parts_per_batch=num_parts if case.fan_outs else case.parts_per_batch or case.graph_parallel_degree,
         exchange=case.exchange,
         recompute=case.recompute,
         precision=case.precision,
         gradient_bucket_bytes=case.gradient_bucket_bytes,
+        overlap_gradients=case.overlap_gradients,
+        gradient_compression=case.gradient_compression,
         overlap_exchange=case.overlaps,
         exchange_payload=case.payload,
         exchange_precision=case.wire,
         exchange_chunk_bytes=case.chunk_bytes,
-        overlap_gradients=case.overlap_gradients,
-        gradient_compression=case.gradient_compression,
+        between_edges=case.between_edges,
+        sampled=_sampled(case, graph),
+        keep_batches=case.keep_batches,
+        prefetch_batches=case.prefetch_batches,
+    )
+
+
+def _sampled(case: Case, graph: Graph) -> SampledBatches | None:
+    if not case.fan_outs:
+        return None
+    return expected_batches(
+        graph,
+        case.fan_outs,
+        seeds_per_batch=case.seeds_per_batch,
+        data_parallel_degree=case.data_parallel_degree,
     )
 
 
@@ -385,6 +484,7 @@ def _run_case(prepared: Prepared, store: Store, rank: int) -> ObservedStep:
         for step in range(case.step):
             trainer.step(step, trainer.batch(step))
         # Its times are those of the best of three: one interruption outside of a task outlasts a step of a millisecond.
-        observed = [observe_step(trainer, case.step) for _ in range(3)]
+        with contextlib.closing(trainer):
+            observed = [observe_step(trainer, case.step) for _ in range(3)]
         best = max(observed, key=lambda seen: seen.named_seconds / seen.busy_seconds)
         return dataclasses.replace(observed[0], busy_seconds=best.busy_seconds, named_seconds=best.named_seconds)

@@ -1,10 +1,11 @@
 """What a task of each kind does, as the profiler shows it: the operators that must have run, with their operands."""
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from simulator.specs.model import NUM_DEGREE_BUCKETS
-from simulator.specs.program import Phase, Task, TaskKind
+from simulator.specs.program import BATCH_KINDS, Phase, Task, TaskKind
 from simulator.specs.units import Dtype
 from tests.conformance.observe import Dims, ObservedTask, Operands, Operator
 
@@ -130,6 +131,8 @@ def _expected_operands(task: Task) -> tuple[Operands, ...]:
         return (Operands(function="mm", counts=(task.shape[1],)),)
     if task.kind is TaskKind.OPTIMIZER:
         return (Operands(function="_fused_adamw_", counts=task.shape),)
+    if task.kind in BATCH_KINDS:
+        return (Operands(function="batch", counts=task.shape),)
     if task.kind in _COMPRESSING:
         return (Operands(function=_COMPRESSING[task.kind], counts=task.shape),)
     if task.kind is TaskKind.ATTENTION and task.phase is not Phase.BACKWARD:
@@ -146,6 +149,8 @@ def _expected_operators(task: Task) -> Sequence[Expected | ExpectedOperand]:
             return _attention(task)
         case TaskKind.HALO_PACK | TaskKind.PAD_ROWS:
             return _packing(task)
+        case TaskKind.TARGET_ROWS:
+            return _target_rows(task)
         case TaskKind.COPY_ROWS:
             return [_copied_rows(*task.shape)]
         case TaskKind.MERGE:
@@ -226,6 +231,16 @@ def _attention(task: Task) -> list[ExpectedOperand]:
         ExpectedOperand(sizes=((sources, 2, heads, head_size), (sources, heads, head_size))),
         ExpectedOperand(sizes=((edges,), (edges, heads), (edges, heads, head_size))),
     ]
+
+
+def _target_rows(task: Task) -> list[Expected]:
+    rows, kept, columns = task.shape
+    if task.phase is Phase.BACKWARD:
+        pad = _aten("constant_pad_nd", (kept, columns), dtype=task.dtype)
+        return [dataclasses.replace(pad, numbers=((1, f"[0, 0, 0, {rows - kept}]"),))] * 2
+    # Views of the first rows, which are no operators at all where they are all there are.
+    taken = Expected(names=("aten::slice",), dims=((rows, columns),), numbers=((3, str(kept)),))
+    return [taken] * 2 if rows > kept else []
 
 
 def _packing(task: Task) -> list[Expected]:

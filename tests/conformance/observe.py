@@ -6,6 +6,7 @@ tensors) from the operands at the call. Names are those of the ranges in the pro
 """
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import math
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+import executor.batches
 import executor.compression
 import executor.exchange
 import executor.operations
@@ -27,7 +29,10 @@ import executor.reduction
 from executor.attention.graph import EdgeGraph
 from executor.compression import Factors
 from executor.record import kernel_times, profiled_events
+from executor.sampling.neighbourhood import Neighbourhood
 from executor.train import Trainer
+from simulator.readers.graphs import Graph
+from simulator.specs.plan import Exchange
 from simulator.specs.program import MAX_SHORT_EDGES
 
 TASK_PREFIX = "task/"
@@ -75,9 +80,10 @@ class Operands:
     """What the profiler does not tell of an operator's operands.
 
     Attributes:
-        function: "mm" with a sparse operand, "_fused_adamw_", "edge_attention" or what compresses a bucket.
+        function: "mm" with a sparse operand, "_fused_adamw_", "edge_attention", "batch" or what compresses a bucket.
         counts: entries of the sparse operand; elements and tensors of the parameters; edges of long targets and edges
-            of long sources; the shape of a compression.
+            of long sources; nodes or seeds, rows, edges and numbers of features that a batch is made of; the shape of a
+            compression.
     """
 
     function: str
@@ -107,6 +113,7 @@ class ObservedStep:
         num_collective_operators: of the library below it; more than `num_calls` if something was not seen at the call.
         busy_seconds: of operators without operators inside, or of kernels on GPUs.
         named_seconds: of them, those inside tasks.
+        made_ahead: shape of the task in which a thread made a batch for a later step; empty without.
     """
 
     tasks: tuple[ObservedTask, ...]
@@ -114,6 +121,7 @@ class ObservedStep:
     num_collective_operators: int
     busy_seconds: float
     named_seconds: float
+    made_ahead: tuple[int, ...] = ()
 
 
 def observe_step(trainer: Trainer, step: int) -> ObservedStep:
@@ -121,18 +129,19 @@ def observe_step(trainer: Trainer, step: int) -> ObservedStep:
 
     The trainer's recorder must annotate. A step or more before it should have warmed everything up.
     """
-    data = trainer.batch(step)
     on_gpu = trainer.place.device.type == "cuda"
     activities = [torch.profiler.ProfilerActivity.CPU, *[torch.profiler.ProfilerActivity.CUDA] * on_gpu]
     if on_gpu:
         torch.cuda.synchronize()
     with _probes() as probes, torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
         trainer.recorder.start(prefix=TASK_PREFIX)
-        trainer.step(step, data)
+        trainer.step(step, trainer.batch(step))
         trainer.recorder.stop()
         if on_gpu:
             torch.cuda.synchronize()
-    return observed_step(profiled_events(profiler), probes, on_gpu=on_gpu)
+    observed = observed_step(profiled_events(profiler), probes, on_gpu=on_gpu)
+    making = trainer.batches.making(step)
+    return observed if making is None else dataclasses.replace(observed, made_ahead=making.shape)
 
 
 def observed_step(events: Sequence[Event], probes: Sequence[Probe], *, on_gpu: bool) -> ObservedStep:
@@ -153,11 +162,13 @@ def observed_step(events: Sequence[Event], probes: Sequence[Probe], *, on_gpu: b
         key=lambda event: event["ts"],
     ):
         inside[ranges.at(event)].append(event)
+    seconds = _kernel_seconds(events) if on_gpu else _operator_seconds(operators, ranges)
     return ObservedStep(
         tasks=tuple(_tasks(ranges, inside, probes)),
         num_calls=sum(isinstance(probe, Call) for probe in probes),
         num_collective_operators=sum(operator["name"].startswith("c10d::") for operator in operators),
-        **(_kernel_seconds(events) if on_gpu else _operator_seconds(operators, ranges)),
+        busy_seconds=seconds["busy_seconds"],
+        named_seconds=seconds["named_seconds"],
     )
 
 
@@ -301,6 +312,8 @@ def _probes() -> Iterator[list[Probe]]:
             (torch, "mm", _sparse_operand),
             (torch, "_fused_adamw_", _parameters),
             (executor.operations, "edge_attention", _edges_of_long_rows),
+            (executor.batches, "build_rank_data", _batch_of_parts),
+            (executor.batches, "build_sampled_data", _batch_of_samples),
         )
         for module, name, look in looks:
             stack.enter_context(mock.patch.object(module, name, _probed(getattr(module, name), look, found)))
@@ -377,3 +390,32 @@ def _edges_of_long_rows(*arguments: Any, **_: Any) -> Operands:
     degrees = (np.diff(graph.indptr_N1.cpu().numpy()), np.unique(graph.source_E.cpu().numpy(), return_counts=True)[1])
     counts = tuple(sum(degree for degree in row.tolist() if degree > MAX_SHORT_EDGES) for row in degrees)
     return Operands(function="edge_attention", counts=counts)
+
+
+def _batch_of_parts(
+    graph: Graph, encodings: np.ndarray | None, owner_N: np.ndarray, *, graph_rank: int, **named: Any
+) -> Operands:
+    mine_N, inside_N, exchanges = owner_N == graph_rank, named.get("inside_N"), named["exchanges"]
+    is_kept_E = owner_N[graph.source_E] >= 0
+    if inside_N is not None:
+        is_kept_E &= inside_N[graph.target_E] == inside_N[graph.source_E]
+    edges = 0
+    if exchanges != {Exchange.HEAD_ALL_TO_ALL}:
+        edges += int((is_kept_E & mine_N[graph.target_E]).sum())
+    if Exchange.HEAD_ALL_TO_ALL in exchanges:
+        edges += int((is_kept_E & (owner_N[graph.target_E] >= 0)).sum())
+    counts = (len(owner_N), int(mine_N.sum()), edges, _num_features(graph, encodings, mine_N))
+    return Operands(function="batch", counts=counts)
+
+
+def _batch_of_samples(graph: Graph, encodings: np.ndarray | None, sample: Neighbourhood, **_: Any) -> Operands:
+    edges = sum(int(layer.indptr_N1[-1]) for layer in sample.layers)
+    seeds = len(sample.layers[-1].indptr_N1) - 1
+    counts = (seeds, len(sample.node_N), edges, _num_features(graph, encodings, sample.node_N))
+    return Operands(function="batch", counts=counts)
+
+
+def _num_features(graph: Graph, encodings: np.ndarray | None, rows: np.ndarray) -> int:
+    """Return the numbers in the features and encodings of some rows, stored ones only where features are sparse."""
+    features = graph.features[rows]
+    return int(features.size) + (0 if encodings is None else encodings[rows].size)

@@ -19,15 +19,21 @@ pytestmark = pytest.mark.dist
 
 
 def lowered(prepared: Prepared, steps: Sequence[ObservedStep]) -> list[tuple[Task, ...]]:
-    """Return the tasks of each rank; in batches of several parts, but not all, with the long rows that were seen.
+    """Return the tasks of each rank; in batches of several parts that edges join, with the long rows that were seen.
 
-    The plan counts too many edges of long targets there, and too few of long sources where one rank owns them all.
+    The plan counts too many edges of long targets there, and too few of long sources where one rank owns them all. What
+    is made ahead, in a thread that no profile shows, is compared here.
     """
-    plan = prepared.plan
-    if plan.parts_per_batch in (1, plan.partition.num_parts):
-        return list(prepared.lowered())
+    plan, programs = prepared.plan, list(prepared.lowered())
+    if plan.prefetch_batches > 0:
+        ahead = [tasks[0] for tasks in programs]
+        assert [(task.name, task.blocks_host) for task in ahead] == [("batch", False)] * plan.num_ranks
+        assert [task.shape for task in ahead] == [step.made_ahead for step in steps]
+        programs = [tasks[1:] for tasks in programs]
+    if plan.parts_per_batch in (1, plan.partition.num_parts) or not plan.between_edges:
+        return programs
     found = []
-    for tasks, step in zip(prepared.lowered(), steps, strict=True):
+    for tasks, step in zip(programs, steps, strict=True):
         seen = {task.name: operands.counts for task in step.tasks for operands in task.operands}
         for task in tasks:
             if task.kind is TaskKind.ATTENTION and task.name in seen:

@@ -215,6 +215,22 @@ MUTATIONS: dict[str, tuple[str, Callable[[Prepared], Tasks], str]] = {
         lambda prepared: lowered_with(prepared, step=1),
         "layer0.attention (",
     ),
+    "edges between the parts of a batch": (
+        "isolated clusters",
+        lambda prepared: lowered_with(prepared, between_edges=True),
+        "batch (700, ",
+    ),
+    "batches that are kept": (
+        "clusters on two",
+        lambda prepared: lowered_with(prepared, keep_batches=True),
+        "batch: lowered 0 times, but ran 1 times",
+    ),
+    "expected samples in place of those that were drawn": ("sampled", lowered_with, "layer0.targets ("),
+    "a sample of another step": (
+        "sampled",
+        lambda prepared: dataclasses.replace(prepared, case=dataclasses.replace(prepared.case, step=2)).lowered()[0],
+        "layer1.attention (",
+    ),
 }
 
 

@@ -33,6 +33,23 @@ class Problem:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class SampledStep:
+    """What one step trains on where neighbourhoods are sampled.
+
+    Attributes:
+        edges_by_layer: targets and sources of the edges that any node attends along in each layer.
+        seeds: nodes that the loss uses.
+    """
+
+    edges_by_layer: tuple[tuple[np.ndarray, np.ndarray], ...]
+    seeds: np.ndarray
+
+
+# Of each node its block, [N], -1 outside of the step, where no edge joins two blocks; or what was sampled.
+Step = np.ndarray | SampledStep
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ReferenceRun:
     """What training came to.
 
@@ -45,12 +62,11 @@ class ReferenceRun:
     first_gradient: Parameters
 
 
-def train_reference(problem: Problem, initial: Parameters, block_by_step: Sequence[np.ndarray]) -> ReferenceRun:
+def train_reference(problem: Problem, initial: Parameters, steps: Sequence[Step]) -> ReferenceRun:
     """Train in fp64.
 
     Args:
         initial: parameters to start from.
-        block_by_step: for each step the block of each node, [N], -1 outside the batch; no edge joins two blocks.
     """
     parameters = {name: value.double().requires_grad_() for name, value in initial.items()}
     train = problem.train
@@ -59,9 +75,9 @@ def train_reference(problem: Problem, initial: Parameters, block_by_step: Sequen
     )
     losses: list[float] = []
     first_gradient: Parameters = {}
-    for step, block_N in enumerate(block_by_step):
+    for step, batch in enumerate(steps):
         optimizer.zero_grad()
-        loss = _loss(problem, logits_of(problem, parameters, block_N, step=step), block_N)
+        loss = _loss(problem, logits_of(problem, parameters, batch, step=step), batch)
         loss.backward()
         losses.append(loss.item())
         gradients = [value.grad for value in parameters.values() if value.grad is not None]
@@ -91,7 +107,7 @@ def accuracy_ratios(problem: Problem, parameters: Parameters) -> tuple[float, fl
     return train, val, test
 
 
-def logits_of(problem: Problem, parameters: Parameters, block_N: np.ndarray, *, step: int | None) -> Tensor:
+def logits_of(problem: Problem, parameters: Parameters, batch: Step, *, step: int | None) -> Tensor:
     """Return the logits of all nodes; dropout is off without a step."""
     model = problem.model
 
@@ -110,7 +126,7 @@ def logits_of(problem: Problem, parameters: Parameters, block_N: np.ndarray, *, 
     for index in range(model.num_layers):
         layer = f"layer{index}"
         x_ND = norm(f"{layer}.attention_norm", h_ND)
-        x_ND = _attention(problem, parameters, layer, x_ND, block_N)
+        x_ND = _attention(problem, parameters, layer, x_ND, _edge_counts(problem.graph, batch, index))
         h_ND = h_ND + dropped(f"{layer}.attention_dropout", linear(f"{layer}.attention_output", x_ND))
         x_NF = linear(f"{layer}.feed_forward_up", norm(f"{layer}.feed_forward_norm", h_ND))
         x_NF = 0.5 * x_NF * (1 + torch.erf(x_NF / math.sqrt(2)))
@@ -132,9 +148,8 @@ def _input(problem: Problem, parameters: Parameters) -> Tensor:
     return torch.stack(terms).sum(0)
 
 
-def _attention(problem: Problem, parameters: Parameters, layer: str, x_ND: Tensor, block_N: np.ndarray) -> Tensor:
+def _attention(problem: Problem, parameters: Parameters, layer: str, x_ND: Tensor, counts_TS: Tensor) -> Tensor:
     model = problem.model
-    counts_TS = _edge_counts(problem.graph, block_N)
     query, key, value = (x_ND @ weight.T for weight in parameters[f"{layer}.query_key_value.weight"].chunk(3))
     outputs = []
     for head in range(model.num_heads):
@@ -154,12 +169,15 @@ def counted_attention(scores_TS: Tensor, counts_TS: Tensor, value_SK: Tensor) ->
     return weights_TS @ value_SK / weights_TS.sum(1, keepdim=True).clamp(min=1e-300)
 
 
-def _edge_counts(graph: Graph, block_N: np.ndarray) -> Tensor:
-    """Return how many edges of one block lead to each target (rows) from each source (columns)."""
-    target_E, source_E = graph.target_E, graph.source_E
-    kept_E = (block_N[target_E] == block_N[source_E]) & (block_N[target_E] >= 0)
+def _edge_counts(graph: Graph, batch: Step, layer: int) -> Tensor:
+    """Return how many edges of the batch lead to each target (rows) from each source (columns) in a layer."""
+    if isinstance(batch, SampledStep):
+        target_E, source_E = batch.edges_by_layer[layer]
+    else:
+        kept_E = (batch[graph.target_E] == batch[graph.source_E]) & (batch[graph.target_E] >= 0)
+        target_E, source_E = graph.target_E[kept_E], graph.source_E[kept_E]
     counts_TS = np.zeros((graph.num_nodes, graph.num_nodes))
-    np.add.at(counts_TS, (target_E[kept_E], source_E[kept_E]), 1)
+    np.add.at(counts_TS, (target_E, source_E), 1)
     return torch.from_numpy(counts_TS)
 
 
@@ -179,9 +197,10 @@ def _dropout_mask(problem: Problem, name: str, x_ND: Tensor, step: int) -> Tenso
     return mask
 
 
-def _loss(problem: Problem, logits_NC: Tensor, block_N: np.ndarray) -> Tensor:
+def _loss(problem: Problem, logits_NC: Tensor, batch: Step) -> Tensor:
     """Return the mean cross entropy of the labelled training nodes in the batch; zero if there are none."""
-    rows = np.flatnonzero(problem.graph.train_mask_N & (block_N >= 0))
+    is_in_N = problem.graph.train_mask_N
+    rows = batch.seeds if isinstance(batch, SampledStep) else np.flatnonzero(is_in_N & (batch >= 0))
     if len(rows) == 0:
         return logits_NC.sum() * 0
     labels = torch.from_numpy(problem.graph.labels_N[rows])

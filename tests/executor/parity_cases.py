@@ -7,18 +7,24 @@ from typing import Any
 import numpy as np
 import torch
 
+from executor.attention.graph import EdgeGraph
+from executor.keyed import Stream, stream_bits
+from executor.sampling.candidates import prepare_candidates
+from executor.sampling.sampler import NeighbourSampler, SamplerInputs
 from executor.train import Inputs
+from planner.neighbourhoods import expected_batches
 from simulator.readers.graphs import Graph
 from simulator.readers.orders import order_sha256
 from simulator.specs.gradients import CompressionKind, GradientCompression
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import EdgeBias, ModelSpec
 from simulator.specs.order import NodeOrder, OrderSpec
-from simulator.specs.plan import Exchange, ExchangePayload, Plan, Recompute, batch_parts
+from simulator.specs.plan import Exchange, ExchangePayload, Plan, Recompute, SampledBatches, batch_parts
+from simulator.specs.sampling import NeighbourKind, NeighbourSpec
 from simulator.specs.train import TrainSpec
 from simulator.specs.units import MIB, Dtype
 from simulator.workload import parameter_shapes
-from tests.executor.dense_reference import Parameters, Problem
+from tests.executor.dense_reference import Parameters, Problem, SampledStep, Step
 from tests.executor.made_graphs import CUTS, GRAPHS, partition_of, spec_of
 
 NUM_STEPS = 20
@@ -45,6 +51,10 @@ class ParityCase:
         ordered: ranks hold their nodes in another order than the graph has them.
         overlaps, payload, wire, chunk_bytes: how rows travel, as in the plan.
         num_heads: of the model.
+        between_edges: edges between the parts of a batch are kept.
+        fan_outs: of sampled neighbourhoods; empty for batches of parts.
+        seeds_per_batch: of a replica, where neighbourhoods are sampled.
+        keep_batches, prefetch_batches: as in `Plan`.
     """
 
     graph_name: str = "awkward"
@@ -66,6 +76,11 @@ class ParityCase:
     wire: Dtype | None = None
     chunk_bytes: int | None = None
     num_heads: int = 2
+    between_edges: bool = True
+    fan_outs: tuple[int, ...] = ()
+    seeds_per_batch: int = 0
+    keep_batches: bool = False
+    prefetch_batches: int = 0
 
     @property
     def num_ranks(self) -> int:
@@ -120,7 +135,7 @@ class ParityCase:
             data_parallel_degree=self.data_parallel_degree,
             graph_parallel_degree=self.graph_parallel_degree,
             partition=partition_of(self.graph, self.part_N, self._num_parts),
-            parts_per_batch=self.parts_per_batch or self.graph_parallel_degree,
+            parts_per_batch=self._num_parts if self.fan_outs else self.parts_per_batch or self.graph_parallel_degree,
             exchange=self.exchange,
             recompute=self.recompute,
             precision=self.precision,
@@ -132,6 +147,21 @@ class ParityCase:
             exchange_payload=self.payload,
             exchange_precision=self.wire,
             exchange_chunk_bytes=self.chunk_bytes,
+            between_edges=self.between_edges,
+            sampled=self._sampled,
+            keep_batches=self.keep_batches,
+            prefetch_batches=self.prefetch_batches,
+        )
+
+    @property
+    def _sampled(self) -> SampledBatches | None:
+        if not self.fan_outs:
+            return None
+        return expected_batches(
+            self.graph,
+            self.fan_outs,
+            seeds_per_batch=self.seeds_per_batch,
+            data_parallel_degree=self.data_parallel_degree,
         )
 
     @cached_property
@@ -177,13 +207,41 @@ class ParityCase:
             found[name] = 1 + 0.2 * drawn if is_norm_weight else drawn * (shape[-1] ** -0.5)
         return found
 
-    def blocks(self, step: int) -> np.ndarray:
-        """Return for each node the replica that trains on it in a step, -1 for none."""
+    def step(self, step: int) -> Step:
+        """Return what a step trains on, as the reference knows it."""
+        return self._sampled_step(step) if self.fan_outs else self._blocks(step)
+
+    def _blocks(self, step: int) -> np.ndarray:
+        """Return for each node the replica that trains on it in a step, or the part between whose nodes edges stay."""
         plan, part_N = self.plan, self.part_N
         block_N = np.full(len(part_N), -1)
         for replica, parts in enumerate(batch_parts(plan, step=step, seed=self.train.seed)):
-            block_N[np.isin(part_N, parts)] = replica
+            is_mine_N = np.isin(part_N, parts)
+            block_N[is_mine_N] = replica if self.between_edges else part_N[is_mine_N]
         return block_N
+
+    def _sampled_step(self, step: int) -> SampledStep:
+        """Return what the sampler of whole graphs gives all nodes in a step, and the seeds by their keys."""
+        graph, seed = self.graph, self.train.seed
+        edges = EdgeGraph(
+            indptr_N1=torch.from_numpy(graph.indptr_N.copy()),
+            source_E=torch.from_numpy(graph.source_E.copy()),
+            num_sources=graph.num_nodes,
+        )
+        candidates = prepare_candidates(edges)
+        inputs = SamplerInputs(seed=seed, num_nodes=graph.num_nodes)
+        found = []
+        for layer, fan_out in enumerate(self.fan_outs):
+            sampler = NeighbourSampler([NeighbourSpec(kind=NeighbourKind.UNIFORM, fan_out=fan_out)], candidates, inputs)
+            drawn = sampler.sample(torch.tensor([seed, step * len(self.fan_outs) + layer])).graph
+            found.append((drawn.target_E.numpy(), drawn.source_E.numpy()))
+        nodes = np.flatnonzero(graph.train_mask_N)
+        num_steps = self.plan.steps_per_epoch
+        key = torch.tensor([seed, step // num_steps])
+        bits = stream_bits(torch.from_numpy(nodes), key, Stream.SEEDS).tolist()
+        in_order = [node for _, node in sorted(zip(bits, nodes.tolist(), strict=True))]
+        first, end = (len(nodes) * place // num_steps for place in (step % num_steps, step % num_steps + 1))
+        return SampledStep(edges_by_layer=tuple(found), seeds=np.array(in_order[first:end], dtype=np.int64))
 
     @property
     def _num_parts(self) -> int:
@@ -289,8 +347,37 @@ def _data_parallel(ranks: int) -> dict[str, ParityCase]:
     }
 
 
+def _loaded(ranks: int) -> dict[str, ParityCase]:
+    """Return cases of batches that are made for a step, ahead of it or in it, or kept."""
+    clusters = ParityCase(data_parallel_degree=ranks, num_parts=3 * ranks + 1)
+    sampled = ParityCase(data_parallel_degree=ranks, num_parts=ranks, fan_outs=(3, 2), seeds_per_batch=5)
+    return {
+        "one part each, kept": replace(clusters, keep_batches=True, cut="lonely last"),
+        "one part each, made ahead": replace(clusters, prefetch_batches=2, extras=True),
+        "three parts each, edges between them dropped": replace(
+            clusters, parts_per_batch=3, between_edges=False, extras=True, prefetch_batches=1
+        ),
+        "two parts each, edges between them dropped, sparse": replace(
+            clusters, graph_name="sparse", parts_per_batch=2, between_edges=False, recompute=(AGAIN, KEEP)
+        ),
+        "sampled": sampled,
+        "sampled, all extras, made ahead": replace(
+            sampled, fan_outs=(2, 70), extras=True, recompute=(AGAIN, KEEP), prefetch_batches=2
+        ),
+        "sampled, sparse, ordered": replace(
+            sampled, graph_name="sparse", fan_outs=(1, 4), extras=True, ordered=True, prefetch_batches=1
+        ),
+        "sampled, more replicas than seeds or not": replace(sampled, graph_name="two nodes", cut="by node"),
+        "sampled, no edges": replace(sampled, graph_name="edgeless", seeds_per_batch=2),
+    }
+
+
 def _several_ranks() -> dict[str, ParityCase]:
-    found: dict[str, ParityCase] = {}
+    found: dict[str, ParityCase] = {f"1 replica, {name}": case for name, case in _loaded(1).items()}
+    found |= {f"4 replicas, {name}": case for name, case in _loaded(4).items()}
+    found |= {f"2 replicas, {name}": case for name, case in _loaded(2).items()}
+    few = ("sampled, all extras, made ahead", "three parts each, edges between them dropped")
+    found |= {f"3 replicas, {name}": _loaded(3)[name] for name in few}
     for ranks in (2, 3):
         found |= {f"{ranks} graph ranks, {name}": case for name, case in _graph_parallel(ranks).items()}
         found |= {f"{ranks} replicas, {name}": case for name, case in _data_parallel(ranks).items()}
@@ -364,12 +451,71 @@ def _beside_the_backward_pass() -> dict[str, ParityCase]:
     }
 
 
+def _loaded_and_beside() -> dict[str, ParityCase]:
+    """Return batches made for a step whose exchanges, or reductions of gradients, go on beside other work."""
+    buckets: dict[str, Any] = {"overlap_gradients": True, "gradient_bucket_bytes": SMALL_BUCKETS}
+    shared = ParityCase(graph_parallel_degree=2, num_parts=5, extras=True, recompute=(KEEP, AGAIN), prefetch_batches=2)
+    sampled = ParityCase(data_parallel_degree=2, num_parts=2, fan_outs=(3, 2), seeds_per_batch=5, **buckets)
+    return {
+        "2 replicas of 2 graph ranks, overlapped of rows, made ahead, buckets beside": replace(
+            shared,
+            data_parallel_degree=2,
+            exchange=(HALO, ALL_GATHER),
+            overlaps=True,
+            payload=ROWS,
+            chunk_bytes=300,
+            **buckets,
+        ),
+        "2 graph ranks, heads and halo, overlapped, made ahead": replace(
+            shared, exchange=(HEADS, HALO), overlaps=True, graph_name="sparse", cut="lonely last", ordered=True
+        ),
+        "2 replicas, one part each, kept, buckets beside": ParityCase(
+            data_parallel_degree=2, num_parts=6, keep_batches=True, extras=True, **buckets
+        ),
+        "3 replicas, edges between parts dropped, all entries beside": ParityCase(
+            data_parallel_degree=3,
+            num_parts=7,
+            parts_per_batch=2,
+            between_edges=False,
+            prefetch_batches=1,
+            gradient_compression=ALL_ENTRIES,
+            **buckets,
+        ),
+        "2 replicas, sampled, buckets beside": replace(sampled, extras=True, recompute=(AGAIN, KEEP)),
+        "4 replicas, sampled, more than seeds, buckets beside": replace(
+            sampled, data_parallel_degree=4, num_parts=4, graph_name="two nodes", cut="by node", prefetch_batches=1
+        ),
+    }
+
+
 def _bfloat16() -> dict[str, ParityCase]:
     half = Dtype.BFLOAT16
     return {
+        "2 replicas, sampled, gradients in bf16 beside": ParityCase(
+            data_parallel_degree=2,
+            num_parts=2,
+            fan_outs=(3, 2),
+            seeds_per_batch=20,
+            extras=True,
+            gradient_bucket_bytes=SMALL_BUCKETS,
+            overlap_gradients=True,
+            gradient_compression=IN_BF16,
+        ),
+        "2 graph ranks, exchange in bf16, overlapped, clusters made ahead": ParityCase(
+            graph_parallel_degree=2,
+            num_parts=5,
+            exchange=(HALO, ALL_GATHER),
+            wire=half,
+            overlaps=True,
+            prefetch_batches=1,
+            extras=True,
+        ),
         "full graph, bf16": ParityCase(precision=half, extras=True),
         "2 graph ranks, bf16": ParityCase(
             graph_parallel_degree=2, exchange=(HALO, ALL_GATHER), precision=half, recompute=(AGAIN, KEEP)
+        ),
+        "2 replicas, sampled, bf16": ParityCase(
+            data_parallel_degree=2, num_parts=2, fan_outs=(3, 2), seeds_per_batch=20, precision=half, extras=True
         ),
         "3 graph ranks, overlapped, bf16": ParityCase(
             graph_parallel_degree=3, exchange=(HALO, ALL_GATHER), overlaps=True, precision=half, extras=True
@@ -435,7 +581,7 @@ def _lossy() -> dict[str, ParityCase]:
     }
 
 
-EXACT_CASES = {**_one_rank(), **_several_ranks(), **_beside_the_backward_pass()}
+EXACT_CASES = {**_one_rank(), **_several_ranks(), **_beside_the_backward_pass(), **_loaded_and_beside()}
 ROUNDED_CASES = _bfloat16()
 LOSSY_CASES = _lossy()
 CASES = {**EXACT_CASES, **ROUNDED_CASES, **LOSSY_CASES}

@@ -84,6 +84,7 @@ def _train(case: ParityCase, place: Place) -> RankResult:
     first_accuracies = astuple(trainer.evaluate())
     gradients = _gradients_before_updates(trainer)
     losses = [float(trainer.step(step, trainer.batch(step))) for step in range(NUM_STEPS)]
+    trainer.close()
     return RankResult(
         drawn=drawn,
         losses=losses,

@@ -4,11 +4,9 @@ import threading
 from dataclasses import replace
 
 import pytest
-import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in __all__
 
 from executor.agreement import Rows, Sizes, disagreement, require_agreement
-from executor.mesh import Place
 from simulator.errors import PlanError
 
 
@@ -53,24 +51,12 @@ def test_groups_side_by_side_are_compared_each_for_itself():
     assert disagreement([*FITTING, pair[0], wrong]) == "rank 2 sends 1 rows to rank 3 in step 1, but that expects 7"
 
 
-def place(rank: int, num_ranks: int) -> Place:
-    return Place(
-        rank=rank,
-        num_ranks=num_ranks,
-        replica=0,
-        graph_rank=rank,
-        graph_group=None,
-        world=None,
-        device=torch.device("cpu"),
-    )
-
-
 def test_all_ranks_give_the_same_reason():
     store, reasons = HashStore(), []
 
     def compare(rank: int, mine: Sizes) -> None:
         try:
-            require_agreement(store, place(rank, 2), mine)
+            require_agreement(store, mine, about="sizes", rank=rank, num_ranks=2)
         except PlanError as error:
             reasons.append(str(error))
 
@@ -87,4 +73,4 @@ def test_all_ranks_give_the_same_reason():
 
 
 def test_a_rank_alone_agrees_with_itself():
-    require_agreement(HashStore(), place(0, 1), FITTING[0])
+    require_agreement(HashStore(), FITTING[0], about="sizes", rank=0, num_ranks=1)

@@ -262,3 +262,15 @@ def test_a_rank_without_nodes_has_tensors_without_rows(graph):
     assert data.edges[Exchange.HALO].num_sources == 0
     assert data.layout.rows_to == data.layout.rows_from == (0, 0, 0)
     assert data.train_row_T.shape == (0,)
+
+
+@given(owned_graphs(), st.data())
+def test_edges_between_parts_are_dropped_where_they_are_not_wanted(case, data):
+    edges, owner_N, _, order_N = case
+    owner_N = np.minimum(owner_N, 0)  # one rank, or nobody
+    part_N = np.array(data.draw(st.lists(st.integers(0, 2), min_size=len(owner_N), max_size=len(owner_N))))
+    graph = graph_of(edges, len(owner_N))
+    found = local_edges(graph, owner_N, graph_rank=0, num_ranks=1, order_N=order_N, inside_N=part_N)
+    target_E = found.node_N[np.repeat(np.arange(len(found.node_N)), np.diff(found.indptr_N1))]
+    pairs = sorted(zip(found.source_global_E.tolist(), target_E.tolist(), strict=True))
+    assert pairs == sorted((s, t) for s, t in edges if owner_N[s] == owner_N[t] == 0 and part_N[s] == part_N[t])

@@ -22,6 +22,7 @@ from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.files import read_calibration
 from simulator.specs.program import COLLECTIVES, SHAPE_FIELDS, UPDATES, Phase, TaskKind
 from simulator.specs.units import Dtype
+from tests.made import phases_of
 
 TINY = Effort(
     rows=(64,),
@@ -60,7 +61,7 @@ def test_every_kind_is_measured_in_every_phase_format_and_number_of_busy_devices
     expected = {
         (kind, phase, dtype, busy)
         for kind in COMPUTES
-        for phase in (Phase.FORWARD, Phase.BACKWARD)
+        for phase in phases_of(kind)
         for dtype in Dtype
         for busy in ((2,) if kind in packing else (1, 2))
     } | {(kind, Phase.UPDATE, Dtype.FLOAT32, busy) for kind in UPDATES for busy in (1, 2)}

@@ -15,7 +15,7 @@ from executor import operations
 from executor.attention.graph import EdgeGraph
 from executor.compat import making_sparse_csr
 from executor.operations import DROPOUT, Operation, SparseFeatures
-from simulator.specs.program import SHAPE_FIELDS, UPDATES, TaskKind
+from simulator.specs.program import BATCH_KINDS, SHAPE_FIELDS, UPDATES, TaskKind
 
 PIECES = (operations.QUERY, operations.KEY_VALUE, operations.ATTENTION_PART)  # of the operations of their kinds
 ALL_OPERATIONS = [
@@ -193,6 +193,18 @@ def test_attention_splits_the_columns_into_heads():
     assert out.tolist() == [[12.0, 13.0, 14.0, 15.0]]
 
 
+@pytest.mark.parametrize("num_targets", [0, 2, 3])
+def test_of_target_rows_the_others_get_gradients_of_zero(num_targets):
+    q, h = torch.randn(3, 2, requires_grad=True), torch.randn(3, 2, requires_grad=True)
+    kept_q, kept_h = operations.TARGET_ROWS.function(q, h, num_targets)
+    assert torch.equal(kept_q, q[:num_targets])
+    assert torch.equal(kept_h, h[:num_targets])
+    grad_q, grad_h = torch.autograd.grad(2 * kept_q.sum() + 3 * kept_h.sum(), [q, h])
+    of_rows = torch.arange(3).unsqueeze(1).expand(3, 2) < num_targets
+    assert torch.equal(grad_q, 2.0 * of_rows)
+    assert torch.equal(grad_h, 3.0 * of_rows)
+
+
 def test_queries_and_keys_with_values_are_the_projection_in_two_products():
     x, weight = torch.randn(5, 4), torch.randn(12, 4)
     q, kv = operations.PROJECTION.function(x, weight)
@@ -230,6 +242,7 @@ def arguments_of(kind: TaskKind) -> tuple[tuple[object, ...], tuple[int, ...]]:
         TaskKind.GELU: ((x,), (5, 4)),
         TaskKind.DROPOUT: ((x, torch.arange(5), 0.5, 0), (5, 4)),
         TaskKind.RESIDUAL: ((x, x), (5, 4)),
+        TaskKind.TARGET_ROWS: ((x, x, 3), (5, 3, 4)),
         TaskKind.EDGE_BIAS: ((torch.zeros(16, 2), torch.tensor([0, 3, 3])), (3, 2)),
         TaskKind.ATTENTION: ((x, torch.zeros(7, 8), None, graph, 2), (5, 7, 3, 0, 0, 2, 2)),
         TaskKind.COPY_ROWS: ((x,), (5, 4)),
@@ -255,8 +268,8 @@ def test_the_shape_of_a_task_counts_what_its_kind_says(operation):
 
 
 def test_every_compute_task_of_the_model_has_one_operation():
-    # Packing, padding and merging belong to the exchanges, clipping, the update and what compresses gradients to the
-    # trainer.
-    elsewhere = {TaskKind.HALO_PACK, TaskKind.PAD_ROWS, TaskKind.MERGE} | UPDATES
+    # Packing, padding and merging belong to the exchanges; batches, clipping, the update and what compresses gradients
+    # to the trainer.
+    elsewhere = {TaskKind.HALO_PACK, TaskKind.PAD_ROWS, TaskKind.MERGE} | UPDATES | BATCH_KINDS
     expected = {kind for kind in TaskKind if not kind.is_collective} - elsewhere
     assert sorted(operation.kind for operation in ALL_OPERATIONS) == sorted(expected)

@@ -1,6 +1,6 @@
 """Plans of every kind train as one process in fp64 does: losses, gradients and accuracies."""
 
-import functools
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +12,14 @@ from torch import Tensor
 from simulator.constraints import violations
 from simulator.specs.cluster import BUILT_IN_CLUSTERS
 from simulator.specs.plan import ROW_EXCHANGES, ExchangePayload
-from tests.executor.dense_reference import Parameters, ReferenceRun, accuracy_ratios, train_reference
+from tests.executor.dense_reference import (
+    Parameters,
+    ReferenceRun,
+    SampledStep,
+    Step,
+    accuracy_ratios,
+    train_reference,
+)
 from tests.executor.parity_cases import CASES, EXACT_CASES, LOSSY_CASES, NUM_STEPS, ROUNDED_CASES, ParityCase
 from tests.executor.parity_ranks import RankResult, result_of, run_parity_cases
 
@@ -30,14 +37,20 @@ def parity_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def reference_of(case: ParityCase) -> ReferenceRun:
     """Return how one process trains; cases that differ in how the work is spread share it."""
-    blocks = tuple(case.blocks(step).tobytes() for step in range(NUM_STEPS))
-    return _cached_reference(case.graph_name, case.extras, case.num_heads, blocks)
+    steps = tuple(_as_bytes(case.step(step)) for step in range(NUM_STEPS))
+    key = (case.graph_name, case.extras, case.num_heads, steps)
+    if key not in _REFERENCES:
+        _REFERENCES[key] = train_reference(case.problem, case.initial, [case.step(step) for step in range(NUM_STEPS)])
+    return _REFERENCES[key]
 
 
-@functools.cache
-def _cached_reference(graph_name: str, extras: bool, num_heads: int, blocks: tuple[bytes, ...]) -> ReferenceRun:
-    case = ParityCase(graph_name=graph_name, extras=extras, num_heads=num_heads)
-    return train_reference(case.problem, case.initial, [np.frombuffer(block, np.int64) for block in blocks])
+_REFERENCES: dict[tuple[str, bool, int, tuple[bytes, ...]], ReferenceRun] = {}
+
+
+def _as_bytes(step: Step) -> bytes:
+    if isinstance(step, SampledStep):
+        return pickle.dumps((step.edges_by_layer, step.seeds))
+    return step.tobytes()
 
 
 def flat(parameters: Parameters) -> Tensor:

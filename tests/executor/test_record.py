@@ -83,9 +83,8 @@ CASES = {
 
 def marks_of_step(case: Case, *, step: int = 0) -> list[Mark]:
     trainer = case.trainer()
-    data = trainer.batch(step)
     trainer.recorder.start()
-    trainer.step(step, data)
+    trainer.step(step, trainer.batch(step))
     return trainer.recorder.stop()
 
 

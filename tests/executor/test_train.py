@@ -192,7 +192,7 @@ def test_every_node_is_evaluated_by_one_rank_whatever_the_plan_trains_on():
         )
         trainers = trainers_of(plan, GRAPH, part_N)
         for name, mask_N in (("train", GRAPH.train_mask_N), ("val", GRAPH.val_mask_N), ("test", GRAPH.test_mask_N)):
-            shares = [trainer._whole_graph() for trainer in trainers]
+            shares = [trainer.batches.whole_graph() for trainer in trainers]
             nodes = [node for data in shares for node in data.node_N[data.mask_rows[name]].tolist()]
             assert sorted(nodes) == np.flatnonzero(mask_N).tolist()
 

@@ -21,7 +21,7 @@ from tests.made import (
     made_partition,
     made_plan,
 )
-from tests.strategies import compressions, models, partitions
+from tests.strategies import compressions, models, partitions, sampled_plans
 
 CLUSTERS = {kind: made_cluster(devices_per_host=8, kind=kind) for kind in DeviceKind}
 PRICES = {
@@ -37,6 +37,9 @@ def bound_of(plan: Plan, model: ModelSpec, costs: Pricing) -> float:
 @st.composite
 def plans_and_models(draw: st.DrawFn) -> tuple[Plan, ModelSpec]:
     """Draw a plan for the full graph or for one part a replica, and a model."""
+    if draw(st.booleans()):
+        plan = draw(sampled_plans())
+        return plan, dataclasses.replace(draw(models), num_layers=2)
     partition = draw(partitions())
     model = dataclasses.replace(draw(models), num_layers=draw(st.integers(1, 2)))
     layers = model.num_layers

@@ -11,7 +11,7 @@ from simulator.specs.program import Phase, Stream, TaskKind
 from simulator.specs.trace import Span, Trace, TraceOrigin
 from simulator.specs.train import TrainSpec
 from simulator.specs.units import Dtype
-from tests.made import equal_parts, graph_of, made_cluster, made_model, made_plan
+from tests.made import equal_parts, graph_of, made_cluster, made_model, made_plan, made_sampled, made_sampled_plan
 from tests.plans import plan_file_of
 
 
@@ -53,6 +53,20 @@ def parts(num_parts: int):
         (
             made_plan(parts(8), data_parallel_degree=2, graph_parallel_degree=2),
             "4 ranks: 2 x 2 of 8 clusters on 2 (halo), fp32",
+        ),
+        (
+            made_plan(parts(8), graph_parallel_degree=1, parts_per_batch=2, between_edges=False),
+            "1 rank: 1 x 2 of 8 isolated clusters, fp32",
+        ),
+        (
+            made_plan(parts(8), graph_parallel_degree=1, keep_batches=True),
+            "1 rank: 1 x 1 of 8 clusters, kept on the device, fp32",
+        ),
+        (
+            made_sampled_plan(
+                parts(2), made_sampled((3, 2, 4), (2, 1, 3), seeds_per_batch=1024), data_parallel_degree=2
+            ),
+            "2 ranks: 2 x 1,024 nodes with 4-4 neighbours, fp32",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "plan",
@@ -101,6 +115,31 @@ def test_a_breakdown_by_hand():
     assert clusters == Breakdown(compute_seconds=8.0, communication_seconds=4.0, waiting_seconds=4.0, idle_seconds=2.0)
 
 
+@pytest.mark.parametrize(
+    ("start", "seconds", "alone"),
+    [
+        (-1.0, 1.0, 1.0),  # the device waits for its batch
+        (0.0, 3.0, 0.0),  # beside the step
+        (0.5, 5.5, 3.0),  # longer than the step
+    ],
+)
+def test_a_batch_takes_the_time_in_which_the_device_runs_nothing(start, seconds, alone):
+    batch = dataclasses.replace(span(0, TaskKind.SAMPLED_BATCH, start, seconds), stream=Stream.LOADER, name="batch")
+    step = max(start + seconds, 3.0) - min(start, 0.0)
+    trace = Trace(
+        origin=TraceOrigin.SIMULATED,
+        num_ranks=1,
+        spans=(batch, span(0, TaskKind.LINEAR, 0.0, 3.0)),
+        step_seconds=(step,),
+        traced_step_seconds=(step,),
+        peak_memory_bytes=(0,),
+    )
+    plan = made_sampled_plan(parts(1), made_sampled((3, 2, 4), (2, 1, 3), seeds_per_batch=10**6))
+    assert breakdown(plan, trace) == Breakdown(
+        compute_seconds=3.0, communication_seconds=0.0, waiting_seconds=0.0, idle_seconds=0.0, batch_seconds=alone
+    )
+
+
 def test_a_breakdown_leaves_out_what_is_hidden_behind_computing():
     # Of a collective from 1 s to 4 s that waits one second, the last half second is not beside computing; nor is half
     # a second of waiting in another one.
@@ -135,12 +174,17 @@ BEST = Breakdown(compute_seconds=10.0, communication_seconds=2.0, waiting_second
         ((10.0, 2.0, 1.0, 4.5), "4 s more idle while the host launches on the mean rank in an epoch"),
         ((10.0, 2.0, 1.0, 0.5), "no slower on the mean rank, but its slowest rank is"),
         ((1.0, 1.0, 0.0, 0.0), "no slower on the mean rank, but its slowest rank is"),
+        ((10.0, 2.0, 1.0, 0.5, 7.0), "7 s more making batches on the mean rank in an epoch"),
     ],
 )
 def test_why_a_plan_lost(other, reason):
-    compute, communication, waiting, idle = other
+    compute, communication, waiting, idle, *batch = other
     lost = Breakdown(
-        compute_seconds=compute, communication_seconds=communication, waiting_seconds=waiting, idle_seconds=idle
+        compute_seconds=compute,
+        communication_seconds=communication,
+        waiting_seconds=waiting,
+        idle_seconds=idle,
+        batch_seconds=sum(batch),
     )
     assert reason_lost(BEST, lost) == reason
 
@@ -171,6 +215,13 @@ METIS = dataclasses.replace(NATURAL, kind=NodeOrder.METIS, beyond_cache_ratio=0.
 def test_the_choice_of_an_order_in_words(tmp_path: Path, chosen, tried, cache_bytes, words):
     file = plan_file(tmp_path, chosen, tried, cache_bytes)
     assert order_reason(file) == words
+
+
+def test_the_order_of_samples_in_words(tmp_path: Path):
+    plan = made_sampled_plan(parts(1), made_sampled((3, 2, 4), (2, 1, 3)))
+    train = TrainSpec(num_steps=1, learning_rate=0.1)
+    file = plan_file_of(plan, graph_of(plan.partition), made_model(), made_cluster(), train, tmp_path / "plan.json")
+    assert order_reason(file) == "what samples gather is not known beforehand"
 
 
 def plan_file(folder: Path, kind: NodeOrder, tried: tuple[RankedOrder, ...], cache_bytes: int) -> PlanFile:

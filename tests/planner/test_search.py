@@ -10,6 +10,7 @@ import pytest
 import planner.search
 from planner import find_plan
 from planner.explain import description
+from planner.neighbourhoods import expected_batches
 from planner.objective import epoch_seconds
 from planner.partition import partition_graph
 from simulator.constraints import violations
@@ -56,7 +57,14 @@ PLAIN: dict[str, Any] = {
     "exchange_payloads": (ExchangePayload.KEYS_AND_VALUES,),
 }
 ALL_CHOICES = SearchSpec(
-    batches=tuple(BatchKind), recomputes=tuple(Recompute), precisions=tuple(Dtype), parts_per_replica=2, **PLAIN
+    batches=tuple(BatchKind),
+    recomputes=tuple(Recompute),
+    precisions=tuple(Dtype),
+    parts_per_replica=2,
+    parts_per_batch=2,
+    fan_outs=(2, 3),
+    seeds_per_batch=30,
+    **PLAIN,
 )
 
 
@@ -128,11 +136,27 @@ def all_plans(cluster: ClusterSpec, search: SearchSpec, folder: Path, num_layers
     """Return every plan that a search may propose, counted out from what its fields mean."""
     plans = []
     for num_ranks in (1, 2, 4):
-        shapes = [(1, num_ranks, num_ranks)] if BatchKind.FULL_GRAPH in search.batches else []
-        if BatchKind.CLUSTERS in search.batches:
-            num_parts = num_ranks * search.parts_per_replica
-            shapes += [(num_ranks // group, group, num_parts) for group in (1, 2, 4) if num_ranks % group == 0]
-        for (replicas, group, num_parts), recompute, precision in itertools.product(
+        whole = {"parts_per_batch": num_ranks}
+        shapes: list[tuple[int, int, int, dict[str, Any]]] = []
+        if BatchKind.FULL_GRAPH in search.batches:
+            shapes.append((1, num_ranks, num_ranks, whole))
+        num_parts = num_ranks * search.parts_per_replica
+        for group in (1, 2, 4):
+            several = {"parts_per_batch": group if group > 1 else search.parts_per_batch}
+            # A batch of all parts would be the full graph.
+            is_whole = several["parts_per_batch"] == num_parts
+            if BatchKind.CLUSTERS in search.batches and num_ranks % group == 0 and not is_whole:
+                shapes.append((num_ranks // group, group, num_parts, several))
+                if several["parts_per_batch"] == 1:
+                    shapes.append((num_ranks, 1, num_parts, several | {"keep_batches": True}))
+            if BatchKind.ISOLATED_CLUSTERS in search.batches and group == 1:
+                shapes.append((num_ranks, 1, num_parts, several | {"between_edges": False}))
+        if BatchKind.SAMPLED in search.batches:
+            sampled = expected_batches(
+                GRAPH, search.fan_outs, seeds_per_batch=search.seeds_per_batch, data_parallel_degree=num_ranks
+            )
+            shapes.append((num_ranks, 1, num_ranks, whole | {"sampled": sampled}))
+        for (replicas, group, num_parts, fields), recompute, precision in itertools.product(
             shapes, search.recomputes, search.precisions
         ):
             plain = ExchangePayload.KEYS_AND_VALUES
@@ -145,12 +169,12 @@ def all_plans(cluster: ClusterSpec, search: SearchSpec, folder: Path, num_layers
                         data_parallel_degree=replicas,
                         graph_parallel_degree=group,
                         partition=partition_graph(GRAPH, num_parts, seed=search.seed, folder=folder),
-                        parts_per_batch=group,
                         exchange=(exchange,) * num_layers,
                         recompute=(recompute,) * num_layers,
                         precision=precision,
                         overlap_exchange=overlaps,
                         exchange_payload=payload,
+                        **fields,
                     )
                 )
     return [plan for plan in plans if plan.num_ranks <= cluster.num_devices]
@@ -377,6 +401,14 @@ def test_a_calibration_of_another_device_is_refused(folder):
             {"batches": (BatchKind.CLUSTERS,), "parts_per_replica": 3},
             lambda plan: plan.partition.num_parts == 3 * plan.num_ranks,
         ),
+        (
+            {"batches": (BatchKind.ISOLATED_CLUSTERS,), "parts_per_batch": 2},
+            lambda plan: (plan.between_edges, plan.parts_per_batch) == (False, 2),
+        ),
+        (
+            {"batches": (BatchKind.SAMPLED,), "fan_outs": (4, 3), "seeds_per_batch": 20},
+            lambda plan: plan.sampled and (plan.sampled.fan_outs, plan.sampled.seeds_per_batch) == ((4, 3), 20),
+        ),
         ({"orders": (NodeOrder.DEGREE,)}, lambda plan: plan.order.kind is NodeOrder.DEGREE),
         ({"seed": 7}, lambda plan: plan.partition.seed == 7),
     ],
@@ -385,6 +417,20 @@ def test_a_calibration_of_another_device_is_refused(folder):
 def test_every_field_of_a_search_has_an_effect(folder, fields: dict[str, Any], effect):
     assert not effect(found(folder).plan)
     assert effect(found(folder, search=SearchSpec(**fields)).plan)
+
+
+@pytest.mark.parametrize(
+    ("orders", "kind"),
+    [
+        (tuple(NodeOrder), NodeOrder.NATURAL),
+        ((NodeOrder.METIS, NodeOrder.DEGREE), NodeOrder.METIS),
+        ((NodeOrder.DEGREE,), NodeOrder.DEGREE),
+    ],
+)
+def test_plans_of_sampled_batches_take_an_order_that_is_allowed_without_a_comparison(folder, orders, kind):
+    search = SearchSpec(batches=(BatchKind.SAMPLED,), fan_outs=(4, 3), seeds_per_batch=20, orders=orders)
+    file = found(folder, search=search)
+    assert (file.plan.order.kind, file.orders) == (kind, ())
 
 
 # --- The number to minimise.

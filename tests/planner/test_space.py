@@ -9,12 +9,20 @@ from planner.space import candidates, rank_counts
 from simulator.constraints import violations
 from simulator.specs.cluster import DeviceKind
 from simulator.specs.gradients import CompressionKind, GradientCompression
-from simulator.specs.plan import Exchange, ExchangePayload, PartitionSpec, Plan, Recompute
+from simulator.specs.plan import (
+    Exchange,
+    ExchangePayload,
+    PartitionSpec,
+    Plan,
+    Recompute,
+    SampledBatches,
+    SampledLayer,
+)
 from simulator.specs.search import BatchKind, SearchSpec
 from simulator.specs.units import MIB, Dtype
 from tests.made import equal_parts, graph_of, made_cluster, made_model
 
-FULL, CLUSTERS = BatchKind.FULL_GRAPH, BatchKind.CLUSTERS
+FULL, CLUSTERS, ISOLATED, SAMPLED = BatchKind
 ONE_WAY: dict[str, Any] = {"exchange_overlaps": (False,), "exchange_payloads": (ExchangePayload.KEYS_AND_VALUES,)}
 ONE_CHOICE: dict[str, Any] = {"exchanges": (Exchange.HALO,), "recomputes": (Recompute.NONE,), **ONE_WAY}
 
@@ -23,13 +31,22 @@ def cut(num_parts: int) -> PartitionSpec:
     return equal_parts(num_parts, num_nodes=5040, num_edges=5040**2)
 
 
+def sampled(data_parallel_degree: int) -> SampledBatches:
+    """Return sampled batches that tell for how many replicas they were asked."""
+    layer = SampledLayer(
+        num_sources=100 * data_parallel_degree,
+        num_targets=100,
+        num_edges=200,
+        num_edges_of_long_targets=0,
+        num_edges_of_long_sources=0,
+    )
+    return SampledBatches(fan_outs=(3, 2), seeds_per_batch=100, layers=(layer, layer), num_feature_entries=0)
+
+
 def plans_of(devices: int = 4, *, kind: DeviceKind = DeviceKind.CPU, **fields: Any) -> list[Plan]:
     """Return the candidates on so many devices."""
-    return list(
-        candidates(
-            graph_of(cut(1)), made_model(), made_cluster(devices_per_host=devices, kind=kind), SearchSpec(**fields), cut
-        )
-    )
+    cluster = made_cluster(devices_per_host=devices, kind=kind)
+    return list(candidates(graph_of(cut(1)), made_model(), cluster, SearchSpec(**fields), cut, sampled))
 
 
 def meshes(plans: list[Plan]) -> list[tuple[int, int, int]]:
@@ -66,21 +83,54 @@ def test_full_graph_candidates_by_hand():
 
 
 def test_cluster_candidates_by_hand():
-    # Three parts for each rank, whether it is a replica or shares one; a batch never takes all parts.
-    assert meshes(plans_of(batches=(CLUSTERS,), parts_per_replica=3, **ONE_CHOICE)) == [
-        (1, 1, 3),
-        (2, 1, 6),
+    # Three parts for each rank, whether it is a replica or shares one; a batch never takes all parts. Batches of one
+    # part are kept on the device, or not in case they do not fit.
+    plans = plans_of(batches=(CLUSTERS,), parts_per_replica=3, **ONE_CHOICE)
+    assert meshes(plans) == [
+        *[(1, 1, 3)] * 2,
+        *[(2, 1, 6)] * 2,
         (1, 2, 6),
-        (4, 1, 12),
+        *[(4, 1, 12)] * 2,
         (2, 2, 12),
         (1, 4, 12),
     ]
+    assert [plan.keep_batches for plan in plans] == [True, False, True, False, False, True, False, False, False]
     # With one part for each rank, one group of all ranks would train on the full graph.
     assert meshes(plans_of(batches=(CLUSTERS,), parts_per_replica=1, **ONE_CHOICE)) == [
-        (2, 1, 2),
-        (4, 1, 4),
+        *[(2, 1, 2)] * 2,
+        *[(4, 1, 4)] * 2,
         (2, 2, 4),
     ]
+
+
+def test_cluster_candidates_of_several_parts_a_batch_by_hand():
+    fields: dict[str, Any] = {"num_ranks": (2,), "parts_per_replica": 2, "parts_per_batch": 2, **ONE_CHOICE}
+    plans = plans_of(batches=(CLUSTERS, ISOLATED), **fields)
+    # Ranks that share a batch have a part each, and then edges between the parts are what they exchange.
+    assert [(*mesh, plan.parts_per_batch) for mesh, plan in zip(meshes(plans), plans, strict=True)] == [
+        (2, 1, 4, 2),
+        (1, 2, 4, 2),
+        (2, 1, 4, 2),
+    ]
+    assert [plan.between_edges for plan in plans] == [True, True, False]
+    # A batch of all parts without the edges between them is not the full graph; with them it is.
+    whole = {**fields, "num_ranks": (1,)}
+    assert plans_of(batches=(CLUSTERS,), **whole) == []
+    (isolated,) = plans_of(batches=(ISOLATED,), **whole)
+    assert not isolated.is_full_graph
+
+
+def test_sampled_candidates_by_hand():
+    fields: dict[str, Any] = {"fan_outs": (3, 2), "seeds_per_batch": 100, **ONE_CHOICE}
+    plans = plans_of(batches=(SAMPLED,), **fields)
+    # Replicas alone; the graph is cut for evaluations, a part a rank.
+    assert meshes(plans) == [(1, 1, 1), (2, 1, 2), (4, 1, 4)]
+    assert [plan.sampled for plan in plans] == [sampled(replicas) for replicas in (1, 2, 4)]
+    # A core that made batches ahead would do nothing else meanwhile.
+    assert {plan.prefetch_batches for plan in plans} == {0}
+    on_gpus = plans_of(kind=DeviceKind.CUDA, batches=(SAMPLED, CLUSTERS), **fields)
+    assert {plan.prefetch_batches for plan in on_gpus if plan.loads_batches} == {2}
+    assert {plan.prefetch_batches for plan in on_gpus if plan.keep_batches} == {0}
 
 
 def test_every_combination_of_choices_is_there_once():
@@ -129,7 +179,7 @@ def test_every_way_in_which_rows_travel_is_there_once_plain_ones_first():
 
 def test_one_rank_exchanges_nothing_whatever_exchanges_are_allowed():
     plans = plans_of(num_ranks=(1,), batches=(FULL, CLUSTERS), recomputes=(Recompute.NONE,))
-    assert [plan.exchange for plan in plans] == [(Exchange.NONE,) * 2] * 2
+    assert [plan.exchange for plan in plans] == [(Exchange.NONE,) * 2] * 3
 
 
 def reductions(plans: list[Plan]) -> list[tuple[int, bool, GradientCompression]]:
@@ -186,13 +236,21 @@ searches = st.builds(
     parts_per_replica=st.integers(1, 4),
     exchange_precisions=st.sampled_from([(), (Dtype.BFLOAT16,)]),
     exchange_chunk_bytes=st.sampled_from([0, 10_000]),
+) | st.builds(
+    SearchSpec,
+    batches=st.sampled_from([(SAMPLED,), (SAMPLED, ISOLATED), tuple(BatchKind)]),
+    parts_per_replica=st.integers(2, 4),
+    parts_per_batch=st.just(2),
+    fan_outs=st.just((3, 2)),
+    seeds_per_batch=st.just(100),
+    exchange_precisions=st.sampled_from([(), (Dtype.BFLOAT16,)]),
 )
 
 
 @given(search=searches, devices=st.integers(1, 8))
 def test_every_candidate_that_fits_the_cluster_is_legal(search, devices):
     cluster, model = made_cluster(devices_per_host=devices), made_model()
-    for plan in candidates(graph_of(cut(1)), model, cluster, search, cut):
+    for plan in candidates(graph_of(cut(1)), model, cluster, search, cut, sampled):
         assert violations(plan, graph_of(plan.partition), model, cluster) == []
 
 
@@ -212,6 +270,8 @@ def test_every_candidate_that_fits_the_cluster_is_legal(search, devices):
         {"recomputes": (Recompute.LAYER,)},
         {"precisions": (Dtype.BFLOAT16,)},
         {"batches": (CLUSTERS,), "parts_per_replica": 5},
+        {"batches": (CLUSTERS,), "parts_per_batch": 2},
+        {"batches": (SAMPLED,), "fan_outs": (3, 2), "seeds_per_batch": 100},
         {"gradient_bucket_bytes": (MIB,)},
         {"overlap_gradients": (True,)},
         {"gradient_compressions": (GradientCompression(kind=CompressionKind.BF16),)},
@@ -219,5 +279,6 @@ def test_every_candidate_that_fits_the_cluster_is_legal(search, devices):
     ids=str,
 )
 def test_every_field_of_a_search_changes_the_candidates(fields):
-    without = {"batches": fields["batches"]} if len(fields) > 1 else {}
+    # What sampled batches need has no default; their effect is on the counts that `sampled` makes up here.
+    without = {"batches": fields["batches"]} if len(fields) == 2 else {}
     assert plans_of(**fields) != plans_of(**without)

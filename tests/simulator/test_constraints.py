@@ -8,13 +8,14 @@ from simulator.specs.gradients import CompressionKind, GradientCompression
 from simulator.specs.plan import Exchange, ExchangePayload, Plan, Recompute, StepMode
 from simulator.specs.train import TrainSpec
 from simulator.specs.units import Dtype
-from tests.made import equal_parts, graph_of, made_cluster, made_model, made_plan
+from tests.made import equal_parts, graph_of, made_cluster, made_model, made_plan, made_sampled, made_sampled_plan
 
 FOUR = equal_parts(4, num_nodes=400, num_edges=1600, halo_rows=10)
 GRAPH = graph_of(FOUR)
 MODEL = made_model()
 CLUSTER = made_cluster(devices_per_host=4)
 NONE = (Exchange.NONE,) * 2
+SAMPLED = made_sampled((90, 60, 120), (60, 40, 80))
 
 
 def reasons(plan: Plan, **fields: object) -> list[str]:
@@ -33,6 +34,11 @@ def reasons(plan: Plan, **fields: object) -> list[str]:
         made_plan(FOUR, graph_parallel_degree=1, parts_per_batch=3),
         made_plan(FOUR, data_parallel_degree=4, graph_parallel_degree=1),
         made_plan(FOUR, data_parallel_degree=2, graph_parallel_degree=2),
+        made_plan(FOUR, graph_parallel_degree=1, parts_per_batch=2, between_edges=False, prefetch_batches=2),
+        made_plan(FOUR, graph_parallel_degree=1, parts_per_batch=4, between_edges=False),
+        made_plan(FOUR, data_parallel_degree=2, graph_parallel_degree=1, keep_batches=True),
+        made_sampled_plan(FOUR, SAMPLED),
+        made_sampled_plan(FOUR, SAMPLED, data_parallel_degree=4, prefetch_batches=1),
     ],
 )
 def test_a_plan_that_can_run_has_no_violations(plan):
@@ -161,8 +167,8 @@ def test_dense_parts_are_compiled_for_full_graphs_on_gpus():
         "train.compile_dense must be false on devices of kind cpu: it is for cuda"
     ]
     assert training_violations(clusters, train, gpus) == [
-        "train.compile_dense must be false when batches are clusters: their shapes differ, and each would be compiled "
-        "for itself"
+        "train.compile_dense must be false when batches are clusters or sampled: their shapes differ, and each would "
+        "be compiled for itself"
     ]
 
 
@@ -174,6 +180,59 @@ def test_all_reasons_are_told():
     assert "plan.parts_per_batch=1" in found[1]
     assert found[2].startswith("exchange[0]")
     assert found[3].startswith("exchange[1]")
+
+
+# --- Batches.
+
+
+def test_edges_between_parts_are_dropped_only_where_there_are_any_and_nobody_exchanges_them():
+    alone = made_plan(FOUR, graph_parallel_degree=1, parts_per_batch=1, between_edges=False)
+    assert reasons(alone) == [
+        "between_edges must be true when plan.parts_per_batch=1: no edges join the parts of such batches"
+    ]
+    shared = made_plan(FOUR, data_parallel_degree=2, graph_parallel_degree=2, between_edges=False)
+    assert reasons(shared) == [
+        "between_edges must be true when plan.graph_parallel_degree=2: without them the ranks of a graph group have "
+        "nothing to exchange; use data_parallel_degree"
+    ]
+
+
+def test_sampled_batches_are_for_lone_ranks_and_of_all_parts():
+    plan = made_sampled_plan(FOUR, SAMPLED)
+    assert reasons(dataclasses.replace(plan, graph_parallel_degree=4, exchange=(Exchange.HALO,) * 2)) == [
+        "plan.graph_parallel_degree=4 must be 1 when batches are sampled: a rank samples its neighbourhoods from the "
+        "whole graph and trains on them alone; use data_parallel_degree"
+    ]
+    assert reasons(dataclasses.replace(plan, parts_per_batch=3)) == [
+        "plan.parts_per_batch=3 must equal plan.partition.num_parts=4 when batches are sampled: their nodes are of all "
+        "parts"
+    ]
+    assert reasons(dataclasses.replace(plan, between_edges=False)) == [
+        "between_edges must be true when batches are sampled, got false: their nodes are of all parts"
+    ]
+    three = dataclasses.replace(plan, sampled=made_sampled((9, 9, 9), (9, 9, 9), (9, 9, 9)))
+    assert reasons(three) == ["sampled.fan_outs has 3 entries, but model.num_layers=2: give one for each layer"]
+
+
+def test_batches_are_kept_or_made_ahead_only_where_that_has_an_effect():
+    kept = [
+        "keep_batches must be false unless batches are clusters of one part: others do not come again, and the full "
+        "graph is kept anyway"
+    ]
+    assert reasons(made_plan(FOUR, keep_batches=True)) == kept
+    assert reasons(made_sampled_plan(FOUR, SAMPLED, keep_batches=True)) == kept
+    assert reasons(made_plan(FOUR, graph_parallel_degree=1, parts_per_batch=2, keep_batches=True)) == kept
+    ahead = ["plan.prefetch_batches=2 must be 0 when batches are kept: none is made in a step"]
+    assert reasons(made_plan(FOUR, prefetch_batches=2)) == ahead
+    assert reasons(made_plan(FOUR, graph_parallel_degree=1, keep_batches=True, prefetch_batches=2)) == ahead
+
+
+def test_steps_on_samples_are_not_replayed():
+    gpus = made_cluster(devices_per_host=4, kind=DeviceKind.CUDA)
+    plan = made_sampled_plan(FOUR, SAMPLED, step_mode=StepMode.CUDA_GRAPH)
+    assert reasons(plan, cluster=gpus) == [
+        "step_mode must be eager when batches are sampled, got cuda_graph: their shapes differ"
+    ]
 
 
 # --- How rows travel.

@@ -20,6 +20,8 @@ from tests.made import (
     made_part,
     made_partition,
     made_plan,
+    made_sampled,
+    made_sampled_plan,
 )
 from tests.strategies import models, plans
 
@@ -109,6 +111,20 @@ def test_compressed_gradients_take_what_they_keep_and_what_passes_beside_the_bac
     assert memory_of(top_k)[0]["gradient compression"] == 4 * elements
 
 
+def test_a_step_an_evaluation_and_messages_behind_the_backward_pass_take_the_same_memory_in_turn():
+    how = GradientCompression(kind=CompressionKind.TOP_K, kept_ratio=1.0)
+    partition = equal_parts(8, num_nodes=400, num_edges=1600, halo_rows=5)
+    plan = made_plan(partition, data_parallel_degree=2, graph_parallel_degree=1, gradient_compression=how)
+    memory = memory_of(plan)[0]
+    elements = num_parameters(graph_of(partition), made_model())
+    # Entries of both ranks and own ones of 8 bytes, 8 more of each while they are chosen, 4 of its magnitude.
+    passing = elements * (3 * 8 + 8 + 4)
+    others = sum(memory[name] for name in ("activations", "workspace", "messages", "evaluation"))
+    assert memory["evaluation"] > 0
+    assert passing > others
+    assert memory["gradient compression"] == 4 * elements + passing - others
+
+
 def test_attention_keeps_nothing_of_edges_times_width():
     # Ten times the edges cost only their indices: source, target and place in int32.
     few, many = (made_plan(one_part(1000, num_edges)) for num_edges in (8000, 80_000))
@@ -124,6 +140,38 @@ def test_an_evaluation_of_the_whole_graph_counts_with_cluster_batches():
     assert memory["evaluation"] > 0
     whole = made_plan(one_part(16_000, 160_000))
     assert memory["inputs"] > memory_of(whole, made_model())[0]["inputs"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_batches"), [({}, 1), ({"prefetch_batches": 3}, 4), ({"keep_batches": True}, 16)]
+)
+def test_batches_that_are_kept_or_made_ahead_count(fields, num_batches):
+    partition = equal_parts(16, num_nodes=16_000, num_edges=160_000)
+    plan = made_plan(partition, graph_parallel_degree=1, **fields)
+    # Of a part: 12 features of 1,000 nodes in fp32, four ids of a node, and 625 edges of three ids.
+    of_batch = 1000 * (12 * 4 + 4 * 8) + 625 * 12
+    of_graph = 16 * of_batch + (160_000 - 16 * 625) * 12
+    assert memory_of(plan)[0]["inputs"] == num_batches * of_batch + of_graph
+
+
+def test_a_sampled_batch_by_hand():
+    partition = equal_parts(2, num_nodes=1000, num_edges=4000)
+    model = made_model(width=4, num_heads=2, num_layers=2, feed_forward_width=8)
+    plan = made_sampled_plan(
+        partition, made_sampled((90, 40, 100), (40, 10, 30), seeds_per_batch=10), prefetch_batches=1
+    )
+    (memory,) = memory_of(plan, model)
+    # Of each layer: input, norm and queries of its rows, keys and values of the same; of its targets the second input,
+    # norm and output, two rows of the feed-forward, and a number a head.
+    layers = [(2 * rows + 3 * targets) * 4 + targets * 2 * 8 + 3 * rows * 4 for rows, targets in ((90, 40), (40, 10))]
+    heads = (40 + 10) * 2
+    # The head: two rows of the width, logits, and three times the logits of 10 seeds of 5 classes.
+    head = 10 * (2 * 4 + 5) + 3 * 10 * 5
+    assert memory["activations"] == 4 * (sum(layers) + heads + head)
+    # Two batches: features and four ids of a row; three ids of an edge; row pointers of both layers.
+    of_batch = 90 * (12 * 4 + 4 * 8) + 130 * 12 + (90 + 40 + 40 + 10) * 8
+    of_graph = 1000 * (12 * 4 + 4 * 8) + 4000 * 12
+    assert memory["inputs"] == 2 * of_batch + of_graph
 
 
 # --- What makes it larger.

@@ -27,6 +27,8 @@ from tests.made import (
     made_part,
     made_partition,
     made_plan,
+    made_sampled,
+    made_sampled_plan,
     made_seconds,
 )
 
@@ -370,3 +372,41 @@ def test_the_step_and_the_seed_decide_on_the_batch():
     plan = made_plan(made_partition(parts), graph_parallel_degree=1)
     assert len({seconds_of(plan, step=step) for step in range(3)}) == 3
     assert len({seconds_of(plan, seed=seed) for seed in range(20)}) == 3
+
+
+# --- Batches that are made for a step.
+
+
+@pytest.mark.parametrize("kind", DeviceKind)
+@pytest.mark.parametrize("batch_seconds", [1e-3, 10.0])
+def test_a_step_waits_for_its_batch_or_runs_beside_the_making_of_a_later_one(kind, batch_seconds):
+    def seconds(task_kind: TaskKind, phase: Phase, shape: tuple[int, ...]) -> float:
+        return batch_seconds if task_kind is TaskKind.SAMPLED_BATCH else made_seconds(task_kind, phase, shape)
+
+    partition = equal_parts(1, num_nodes=4000, num_edges=40_000)
+    plan = made_sampled_plan(partition, made_sampled((3000, 1500, 9000), (1500, 400, 4000), seeds_per_batch=400))
+    cluster, calibration = made_cluster(kind=kind), made_calibration(compute_seconds=seconds)
+
+    def step_of(found: Plan) -> float:
+        return simulate(found, graph_of(partition), made_model(), cluster, calibration).median_step_seconds
+
+    waiting, beside = step_of(plan), step_of(dataclasses.replace(plan, prefetch_batches=2))
+    program = lower(plan, graph_of(partition), made_model(), cluster).tasks[0]
+    of_tasks = sum(made_seconds(task.kind, task.phase, task.shape) for task in program[1:])
+    # A thread that makes batches hides their making as far as steps last.
+    assert beside == pytest.approx(max(of_tasks, batch_seconds), rel=0.01)
+    # Without one a core makes them in turn, and the host of a GPU while the device is at the step before.
+    in_turn = of_tasks + batch_seconds if kind is DeviceKind.CPU else max(of_tasks, batch_seconds)
+    assert waiting == pytest.approx(in_turn, rel=0.01)
+
+
+def test_batches_that_are_kept_cost_a_step_nothing():
+    plan = made_plan(equal_parts(4, num_nodes=4000, num_edges=40_000), graph_parallel_degree=1)
+    graph, cluster = graph_of(plan.partition), made_cluster()
+    made, kept = (
+        simulate(found, graph, made_model(), cluster, made_calibration())
+        for found in (plan, dataclasses.replace(plan, keep_batches=True))
+    )
+    batch = [span.duration_seconds for span in made.spans if span.kind is TaskKind.CLUSTER_BATCH]
+    assert made.median_step_seconds - kept.median_step_seconds == pytest.approx(sum(batch))
+    assert len(batch) == 1

@@ -14,7 +14,7 @@ from simulator.specs.cluster import DeviceKind
 from simulator.specs.gradients import GradientCompression
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import EdgeBias, ModelSpec
-from simulator.specs.plan import Exchange, Plan, Recompute, batch_parts
+from simulator.specs.plan import Exchange, Plan, Recompute, batch_parts, seed_ranges
 from simulator.specs.program import SHAPE_FIELDS, Phase, Stream, Task, TaskKind, task_name
 from simulator.specs.units import Dtype
 from simulator.workload import (
@@ -32,9 +32,11 @@ from tests.made import (
     made_part,
     made_partition,
     made_plan,
+    made_sampled,
+    made_sampled_plan,
     merged,
 )
-from tests.strategies import models, partitions, plans
+from tests.strategies import models, partitions, plans, sampled_plans
 
 CPU, GPU = (made_cluster(num_hosts=8, devices_per_host=8, kind=kind) for kind in DeviceKind)
 
@@ -315,20 +317,26 @@ def test_every_program_is_well_formed(drawn, cluster):
             assert all(count >= 0 for count in task.shape)
             if task.kind is not TaskKind.ALL_TO_ALL:
                 assert len(task.shape) == len(SHAPE_FIELDS[task.kind])
+            assert (rank in task.group) == task.kind.is_collective
+            if task.name == "batch":
+                assert (index, task.stream, task.waits_for) == (0, Stream.LOADER, ())
+                assert task.blocks_host == (plan.prefetch_batches == 0)
+                continue
             is_beside = plan.overlap_gradients and task.kind.is_collective and task.phase is Phase.UPDATE
             # Each change of stream waits for the task before it, so that tasks run in the order of the program; but no
-            # task waits for what goes on beside it, unless it takes the result. test_exchange_tasks.py has collectives
-            # that overlap with attention.
-            in_turn = [earlier for earlier in range(index) if tasks[earlier].stream is not Stream.GRADIENTS]
+            # task waits for what goes on beside it, unless it takes the result, and none for a batch: the host waits
+            # for it, or it is of a later step. test_exchange_tasks.py has collectives that overlap with attention.
+            beside = (Stream.GRADIENTS, Stream.LOADER)
+            in_turn = [earlier for earlier in range(index) if tasks[earlier].stream not in beside]
             waited = [earlier for earlier in task.waits_for if tasks[earlier].stream is not Stream.GRADIENTS]
             if not plan.overlap_exchange:
                 assert waited == [earlier for earlier in in_turn[-1:] if tasks[earlier].stream is not task.stream]
             in_order = Stream.COMMUNICATION if task.kind.is_collective else Stream.COMPUTE
             assert task.stream is (Stream.GRADIENTS if is_beside else in_order)
-            assert (rank in task.group) == task.kind.is_collective
             # CPUs run a task while the host thread waits, but for what goes on beside it.
             if not (plan.overlap_exchange and task.kind.is_collective):
                 assert task.blocks_host == (cluster is CPU and not is_beside)
+        assert (tasks[0].name == "batch") == (not plan.is_full_graph and not plan.keep_batches)
 
 
 @given(plans_and_models(), st.integers(0, 20))
@@ -348,7 +356,7 @@ def test_the_seed_orders_the_batches_of_an_epoch():
     plan = made_plan(made_partition(parts), graph_parallel_degree=1)
     model = made_model()
     orders = {
-        tuple(tasks_of(plan, model, step=step, seed=seed)[0][0].shape[0] for step in range(3)) for seed in range(40)
+        tuple(tasks_of(plan, model, step=step, seed=seed)[0][1].shape[0] for step in range(3)) for seed in range(40)
     }
     # Every epoch has each part once, in any of the six orders.
     assert {tuple(sorted(order)) for order in orders} == {(10, 20, 30)}
@@ -387,6 +395,80 @@ def test_dropout_and_edge_bias_add_their_tasks_forward_and_backward(field, tasks
     assert more - plain == 2 * tasks
 
 
+# --- Batches that are made for a step.
+
+
+def test_a_program_on_sampled_neighbourhoods_by_hand():
+    # 10 rows, of which 6 are the first layer's targets, of which 2 are the seeds.
+    partition = equal_parts(1, num_nodes=40, num_edges=200)
+    model = made_model(width=8, num_heads=2, num_layers=2, feed_forward_width=12, dropout_ratio=0.5)
+    plan = made_sampled_plan(partition, made_sampled((10, 6, 13), (6, 2, 5), seeds_per_batch=2))
+    (tasks,) = lower(plan, graph_of(partition, num_features=3), model, CPU).tasks
+    layers = []
+    for index, (rows, targets, edges) in enumerate(((10, 6, 13), (6, 2, 5))):
+        layers += [
+            (f"layer{index}.attention_norm", (rows, 8)),
+            (f"layer{index}.query_key_value", (rows, 8, 24)),
+            (f"layer{index}.targets", (rows, targets, 8)),
+            (f"layer{index}.attention", (targets, rows, edges, 0, 0, 2, 4)),
+            (f"layer{index}.attention_output", (targets, 8, 8)),
+            (f"layer{index}.attention_dropout", (targets, 8)),
+            (f"layer{index}.attention_residual", (targets, 8)),
+            (f"layer{index}.feed_forward_norm", (targets, 8)),
+            (f"layer{index}.feed_forward_up", (targets, 8, 12)),
+            (f"layer{index}.feed_forward_activation", (targets, 12)),
+            (f"layer{index}.feed_forward_down", (targets, 12, 8)),
+            (f"layer{index}.feed_forward_dropout", (targets, 8)),
+            (f"layer{index}.feed_forward_residual", (targets, 8)),
+        ]
+    forward = [
+        ("input.linear", (10, 3, 8)),
+        ("input.dropout", (10, 8)),
+        *layers,
+        ("head.norm", (2, 8)),
+        ("head.linear", (2, 8, 5)),
+        ("loss", (2, 2, 5)),
+    ]
+    backward = [(f"{name}.backward", shape) for name, shape in reversed(forward)]
+    found = [(task.name, task.shape) for task in tasks]
+    assert found[:-2] == [("batch", (2, 10, 18, 30)), *forward, *backward]
+    assert tasks[0].kind is TaskKind.SAMPLED_BATCH
+
+
+@given(sampled_plans(), st.integers(0, 20))
+def test_all_replicas_meet_in_the_same_collectives_whatever_they_sampled(plan, step):
+    model = made_model(dropout_ratio=0.1)
+    tasks = tasks_of(plan, model, step=step)
+    names = [[task.name for task in rank] for rank in tasks]
+    assert all(found == names[0] for found in names)
+    assert [rank[0].name for rank in tasks] == ["batch"] * plan.num_ranks
+    labelled = [next(task.shape[1] for task in rank if task.name == "loss") for rank in tasks]
+    assert labelled == [end - first for first, end in seed_ranges(plan, step=step)]
+
+
+def test_a_batch_that_is_made_ahead_is_that_of_a_later_step():
+    parts = [made_part(nodes, [1] * 3, [0] * 3) for nodes in (10, 20, 30)]
+    plan = made_plan(made_partition(parts), graph_parallel_degree=1)
+    ahead = dataclasses.replace(plan, prefetch_batches=2)
+    for step in range(5):
+        now, later = (tasks_of(found, made_model(), step=step)[0][0] for found in (plan, ahead))
+        assert now.shape == (60, *tasks_of(plan, made_model(), step=step)[0][0].shape[1:])
+        assert later.shape == tasks_of(plan, made_model(), step=step + 2)[0][0].shape
+        assert (now.blocks_host, later.blocks_host) == (True, False)
+
+
+def test_without_the_edges_between_its_parts_a_batch_has_those_inside_alone():
+    # Part 0 has 5 edges of its own, 4 of long targets and 3 of long sources, and 7 from part 1.
+    parts = [
+        made_part(10, [5, 7], [0, 3], inner_edges_of_long_targets=4, edges_of_long_sources_from=[3, 9]),
+        made_part(20, [8, 2], [1, 0], inner_edges_of_long_targets=1, edges_of_long_sources_from=[6, 2]),
+    ]
+    plan = made_plan(made_partition(parts), graph_parallel_degree=1, parts_per_batch=2, between_edges=False)
+    (work,) = rank_work(plan, step=0, seed=0)
+    assert (work.num_rows, work.num_edges) == (30, 5 + 2)
+    assert (work.num_edges_of_long_targets, work.num_edges_of_long_sources) == (4 + 1, 3 + 2)
+
+
 # --- Recomputation.
 
 
@@ -411,7 +493,7 @@ def test_a_recomputed_layer_does_its_forward_tasks_again(drawn):
 def test_the_backward_pass_is_the_forward_pass_reversed(drawn):
     plan, model = drawn
     for rank in tasks_of(plan, model):
-        forward = [task.name for task in rank if task.phase is Phase.FORWARD]
+        forward = [task.name for task in rank if task.phase is Phase.FORWARD and task.name != "batch"]
         backward = [task.name for task in rank if task.phase is Phase.BACKWARD]
         both = {name for name in forward if f"{name}.backward" in backward}
         # What is a view forward has a task backward alone; nothing has a forward task alone.

@@ -119,10 +119,10 @@ def test_events_of_other_types_are_passed_over():
     ("change", "message"),
     [
         ({"pid": 2}, "t.json: traceEvents[0]: pid must be a rank of a trace in this file, got 2"),
-        ({"pid": "0"}, 't.json: traceEvents[0]: must have pid, tid < 5 and args, got "0", 1'),
-        ({"tid": 5}, "t.json: traceEvents[0]: must have pid, tid < 5 and args, got 1, 5"),
-        ({"tid": True}, "t.json: traceEvents[0]: must have pid, tid < 5 and args, got 1, true"),
-        ({"args": None}, "t.json: traceEvents[0]: must have pid, tid < 5 and args, got 1, 1"),
+        ({"pid": "0"}, 't.json: traceEvents[0]: must have pid, tid < 6 and args, got "0", 1'),
+        ({"tid": 6}, "t.json: traceEvents[0]: must have pid, tid < 6 and args, got 1, 6"),
+        ({"tid": True}, "t.json: traceEvents[0]: must have pid, tid < 6 and args, got 1, true"),
+        ({"args": None}, "t.json: traceEvents[0]: must have pid, tid < 6 and args, got 1, 1"),
         ({"name": None}, "t.json: traceEvents[0]: name must be a text in quotes, got None"),
         ({"args": {"step": 0}}, "t.json: traceEvents[0]: kind is missing"),
     ],
@@ -136,7 +136,7 @@ def test_an_unknown_kind_of_task_is_refused():
     event = complete(chrome_events(TRACE))[0]
     event["args"]["kind"] = "all_too_all"
     found = refusal(chrome_headers({"measured": TRACE}), [event])
-    assert found.startswith("t.json: traceEvents[0]: kind must be one of linear, ")
+    assert found.startswith("t.json: traceEvents[0]: kind must be one of cluster_batch, sampled_batch, linear, ")
     assert found.endswith('got "all_too_all"; did you mean all_to_all?')
 
 

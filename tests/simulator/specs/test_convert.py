@@ -172,6 +172,7 @@ EVERY_SPEC = {
     "searches": strategies.searches,
     "partitions": strategies.partitions(),
     "plans": strategies.plans,
+    "sampled_plans": strategies.sampled_plans(),
     "tasks": strategies.tasks,
     "programs": strategies.programs,
     "spans": strategies.spans,

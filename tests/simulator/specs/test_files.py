@@ -44,7 +44,7 @@ from simulator.specs.model import ModelSpec
 from simulator.specs.order import OrderSpec
 from simulator.specs.plan import Exchange
 from simulator.specs.program import Phase, Stream, TaskKind
-from simulator.specs.search import SearchSpec
+from simulator.specs.search import BatchKind, SearchSpec
 from simulator.specs.trace import Span, Trace, TraceOrigin
 from simulator.specs.train import TrainSpec
 from tests.strategies import (
@@ -99,7 +99,9 @@ def test_the_documented_run_is_read_as_documented(tmp_path):
     assert run.graph == GraphFile(path=str(tmp_path / "data/cora.npz"), normalize_features=FeatureNorm.ROW)
     assert run.model == ModelSpec(width=64, num_heads=8, num_layers=2, feed_forward_width=128, dropout_ratio=0.5)
     assert run.train == TrainSpec(num_steps=200, learning_rate=0.01)
-    assert run.search == SearchSpec(exchanges=(Exchange.HALO,))
+    batches = (BatchKind.FULL_GRAPH, BatchKind.SAMPLED)
+    sampled = {"fan_outs": (15, 10), "seeds_per_batch": 1024}
+    assert run.search == SearchSpec(exchanges=(Exchange.HALO,), batches=batches, **sampled)  # type: ignore[arg-type]
     assert run.cluster == replace(
         h200x8, devices_per_host=4, device_link=replace(h200x8.device_link, bandwidth_bytes_per_second=300e9)
     )

@@ -6,10 +6,20 @@ from hypothesis import strategies as st
 
 from simulator.errors import SpecError
 from simulator.specs.gradients import CompressionKind, GradientCompression
-from simulator.specs.plan import Exchange, PartitionMethod, PartitionSpec, Plan, Recompute, batch_parts
+from simulator.specs.plan import (
+    Exchange,
+    PartitionMethod,
+    PartitionSpec,
+    Plan,
+    Recompute,
+    SampledBatches,
+    SampledLayer,
+    batch_parts,
+    seed_ranges,
+)
 from simulator.specs.units import Dtype
 from tests.made import made_part
-from tests.strategies import partitions, plans, seeds
+from tests.strategies import partitions, plans, sampled_plans, seeds
 
 # Two parts: 3 nodes with 4 own edges and 2 from the other, whose 1 source they share; 1 node with 1 and 5 edges.
 PARTITION = PartitionSpec(
@@ -102,6 +112,45 @@ def test_a_plan_out_of_range_is_refused(field, value, rule):
 def test_a_part_that_counts_other_numbers_of_parts_is_refused():
     with pytest.raises(SpecError, match="edges_from must have 1 entries, got 2"):
         replace(PARTITION, parts=PARTITION.parts[:1])
+
+
+# --- Sampled batches.
+
+
+@given(plan=sampled_plans(), epoch=st.integers(0, 2))
+def test_an_epoch_deals_out_every_seed_once_in_batches_of_equal_size(plan, epoch):
+    steps = range(epoch * plan.steps_per_epoch, (epoch + 1) * plan.steps_per_epoch)
+    ranges = [replica for step in steps for replica in seed_ranges(plan, step=step)]
+    assert len(ranges) == plan.steps_per_epoch * plan.data_parallel_degree
+    assert [seed for first, end in ranges for seed in range(first, end)] == [*range(plan.num_train_nodes)]
+    sizes = [end - first for first, end in ranges]
+    assert max(sizes) - min(sizes) <= 1
+    assert max(sizes) <= plan.sampled.seeds_per_batch
+    assert not plan.is_full_graph
+    assert plan.loads_batches
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_full_graph"),
+    [({}, True), ({"between_edges": False}, False), ({"parts_per_batch": 1}, False)],
+)
+def test_a_batch_of_all_parts_is_the_full_graph_unless_edges_between_them_are_dropped(fields, is_full_graph):
+    assert replace(PLAN, **fields).is_full_graph == is_full_graph
+    assert replace(PLAN, **fields).loads_batches != is_full_graph
+
+
+def test_sampled_batches_out_of_range_are_refused():
+    layer = SampledLayer(
+        num_sources=3, num_targets=1, num_edges=2, num_edges_of_long_targets=0, num_edges_of_long_sources=0
+    )
+    sampled = SampledBatches(fan_outs=(2,), seeds_per_batch=1, layers=(layer,), num_feature_entries=0)
+    for field, value, rule in (
+        ("fan_outs", (0,), "must hold numbers >= 1, got 0"),
+        ("seeds_per_batch", 0, "must be finite and > 0, got 0"),
+        ("layers", (layer, layer), "must have 1 entries, got 2"),
+    ):
+        with pytest.raises(SpecError, match=f"{field} {rule}"):
+            replace(sampled, **{field: value})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,12 @@ import pytest
 from hypothesis import given
 
 from simulator.errors import SpecError
+from simulator.specs.graph import GraphFile
+from simulator.specs.model import ModelSpec
 from simulator.specs.plan import Exchange
 from simulator.specs.program import TaskKind
-from simulator.specs.search import SearchSpec
+from simulator.specs.run import RunSpec
+from simulator.specs.search import BatchKind, SearchSpec
 from simulator.specs.train import TrainSpec
 from tests.strategies import collective_samples, compute_samples, plan_files, predictions
 
@@ -77,3 +80,45 @@ def test_a_prediction_for_other_ranks_than_the_plan_has_is_refused(plan_file):
     rule = f"prediction must hold peak_memory_bytes of all {plan_file.plan.num_ranks} ranks, got {len(more)}"
     with pytest.raises(SpecError, match=rule):
         replace(plan_file, prediction=replace(plan_file.prediction, peak_memory_bytes=more))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"parts_per_batch": 5}, "parts_per_batch must be within 1 and parts_per_replica = 4, got 5"),
+        (
+            {"batches": (BatchKind.ISOLATED_CLUSTERS,)},
+            "parts_per_batch must be >= 2 for isolated_clusters: no edges join the parts of a batch that has one, "
+            "got 1",
+        ),
+        (
+            {"batches": (BatchKind.SAMPLED,), "seeds_per_batch": 8},
+            "fan_outs must hold one for each layer for sampled batches, got ()",
+        ),
+        (
+            {"batches": (BatchKind.SAMPLED,), "fan_outs": (3,)},
+            "seeds_per_batch must be >= 1 for sampled batches, got 0",
+        ),
+        (
+            {"batches": (BatchKind.SAMPLED,), "fan_outs": (3, 0), "seeds_per_batch": 8},
+            "fan_outs must hold numbers >= 1, got 0",
+        ),
+        ({"fan_outs": (3,)}, "fan_outs must be left out unless batches names sampled, got (3,)"),
+        ({"seeds_per_batch": 8}, "seeds_per_batch must be left out unless batches names sampled, got 8"),
+    ],
+)
+def test_settings_of_batches_go_with_their_kind(fields, message):
+    with pytest.raises(SpecError) as caught:
+        SearchSpec(**fields)
+    assert str(caught.value) == message
+
+
+def test_a_run_has_a_fan_out_for_each_layer():
+    search = SearchSpec(batches=(BatchKind.SAMPLED,), fan_outs=(3, 2), seeds_per_batch=8)
+    fields = {"graph": GraphFile(path="g"), "cluster": None, "train": TrainSpec(num_steps=1, learning_rate=1.0)}
+    model = ModelSpec(width=4, num_heads=1, num_layers=2, feed_forward_width=4)
+    assert RunSpec(model=model, search=search, **fields).search == search  # type: ignore[arg-type]
+    with pytest.raises(
+        SpecError, match=r"fan_outs, which must hold one for each of model.num_layers = 3, got \[3, 2\]"
+    ):
+        RunSpec(model=replace(model, num_layers=3), search=search, **fields)  # type: ignore[arg-type]

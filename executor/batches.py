@@ -1,0 +1,213 @@
+"""This rank's batches, as the plan says: the full graph, clusters or sampled neighbourhoods; the graph to evaluate.
+
+What a step trains on follows from plan, seed and step alone, so every rank knows how many rows the loss of all ranks is
+over, and all have equal numbers of steps.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from executor.data import Inputs, RankData, build_rank_data, build_sampled_data, prepare_attention
+from executor.keyed import Stream, stream_bits
+from executor.loader import BatchLoader, Making
+from executor.mesh import Place
+from executor.sampling.neighbourhood import Neighbourhood, NeighbourhoodSampler
+from simulator.exchanges import rows_per_message
+from simulator.specs.model import EdgeBias, ModelSpec
+from simulator.specs.plan import Exchange, Plan, batch_parts, seed_ranges
+from simulator.workload import RankWork, owned_parts, work_of_sample
+
+
+class Batches:
+    """The batches of one rank.
+
+    The full graph, and clusters that the plan keeps, are made once; all others by a loader, for one step each.
+
+    Args:
+        dtype: of activations.
+        seed: `TrainSpec.seed`.
+    """
+
+    def __init__(
+        self, plan: Plan, inputs: Inputs, place: Place, model: ModelSpec, *, dtype: torch.dtype, seed: int
+    ) -> None:
+        self._plan, self._inputs, self._place, self._seed = plan, inputs, place, seed
+        self._model, self._dtype = model, dtype
+        self._kept: dict[tuple[int, ...], RankData] = {}
+        self._whole: RankData | None = None
+        self._seeds_of_epoch: tuple[int, np.ndarray] | None = None
+        self._sampler: NeighbourhoodSampler | None = None
+        num_nodes = inputs.graph.num_nodes
+        self.loader = BatchLoader(
+            self._made,
+            lambda data: data.batch_shape(num_nodes),
+            depth=plan.prefetch_batches,
+            device=place.device,
+        )
+
+    def of_step(self, step: int) -> RankData:
+        """Return the batch of a step.
+
+        Raises:
+            Exception: what making it raised.
+        """
+        if self._plan.loads_batches:
+            return self.loader.take(step)
+        parts, num_train_rows = self._parts(step)
+        data = self._kept.get(parts) or self._of_parts(parts, num_train_rows)
+        if data.num_train_rows_of_step != num_train_rows:  # other replicas have other parts
+            data = replace(data, num_train_rows_of_step=num_train_rows)
+        self._kept[parts] = data
+        return data
+
+    def making(self, step: int) -> Making | None:
+        """Return when a later batch was made during a step, if a thread makes them."""
+        return self.loader.making(step)
+
+    def whole_graph(self) -> RankData:
+        """Return the whole graph, all ranks together, dealt out by parts; that of a full-graph plan is its batch."""
+        if self._plan.is_full_graph:
+            return self.of_step(0)
+        if self._whole is None:
+            num_ranks = self._plan.num_ranks
+            self._whole = self._rank_data(
+                np.arange(self._plan.partition.num_parts) % num_ranks,
+                graph_rank=self._place.rank,
+                num_ranks=num_ranks,
+                exchanges=frozenset({Exchange.HALO if num_ranks > 1 else Exchange.NONE}),
+                group=self._place.world,
+                num_train_rows=1,
+            )
+        return self._whole
+
+    def sample(self, step: int) -> tuple[Neighbourhood, int]:
+        """Return the neighbourhoods that this rank samples in a step, and the seeds of all ranks in it."""
+        sampled = self._plan.sampled
+        assert sampled is not None, "batches are parts"
+        if self._sampler is None:
+            order_N = self._inputs.order_N
+            place_N = None if order_N is None else np.argsort(order_N)
+            self._sampler = NeighbourhoodSampler(self._inputs.graph, sampled.fan_outs, seed=self._seed, place_N=place_N)
+        ranges = seed_ranges(self._plan, step=step)
+        first, end = ranges[self._place.replica]
+        seeds = self._epoch_seeds(step // self._plan.steps_per_epoch)[first:end]
+        return self._sampler.sample(seeds, step), ranges[-1][1] - ranges[0][0]
+
+    def close(self) -> None:
+        """End the thread that makes batches, if there is one."""
+        self.loader.close()
+
+    def _made(self, step: int) -> RankData:
+        """Return a batch that is not kept."""
+        if self._plan.sampled is None:
+            return prepare_attention(self._of_parts(*self._parts(step)))
+        neighbourhood, num_train_rows = self.sample(step)
+        data = build_sampled_data(
+            self._inputs.graph,
+            self._inputs.encodings,
+            neighbourhood,
+            degree_buckets=self._model.edge_bias is EdgeBias.DEGREE,
+            num_train_rows_of_step=max(num_train_rows, 1),
+            dtype=self._dtype,
+            device=self._place.device,
+        )
+        return prepare_attention(data)
+
+    def _epoch_seeds(self, epoch: int) -> np.ndarray:
+        """Return all nodes to train on, in the order of an epoch, which is keyed like everything that is drawn."""
+        if self._seeds_of_epoch is None or self._seeds_of_epoch[0] != epoch:
+            nodes = np.flatnonzero(self._inputs.graph.train_mask_N)
+            key = torch.tensor([self._seed, epoch])
+            bits_N = stream_bits(torch.from_numpy(nodes), key, Stream.SEEDS).numpy()
+            self._seeds_of_epoch = epoch, nodes[np.argsort(bits_N, kind="stable")]
+        return self._seeds_of_epoch[1]
+
+    def _parts(self, step: int) -> tuple[tuple[int, ...], int]:
+        """Return this replica's parts in a step, and the rows that the loss uses on all ranks."""
+        batches = batch_parts(self._plan, step=step, seed=self._seed)
+        parts = self._plan.partition.parts
+        num_train_rows = sum(parts[part].num_train_nodes for batch in set(batches) for part in batch)
+        # A step without labels has a loss of 0, not 0 / 0.
+        return batches[self._place.replica], max(num_train_rows, 1)
+
+    def _of_parts(self, parts: tuple[int, ...], num_train_rows: int) -> RankData:
+        owner_of_part = np.full(self._plan.partition.num_parts, -1, np.int64)
+        for graph_rank in range(self._plan.graph_parallel_degree):
+            owner_of_part[list(owned_parts(self._plan, parts, graph_rank))] = graph_rank
+        return self._rank_data(
+            owner_of_part,
+            graph_rank=self._place.graph_rank,
+            num_ranks=self._plan.graph_parallel_degree,
+            exchanges=frozenset(self._plan.exchange),
+            group=self._place.graph_group,
+            num_train_rows=num_train_rows,
+            inside_N=None if self._plan.between_edges else self._inputs.part_N,
+            overlaps=self._plan.overlap_exchange,
+            for_one_step=self._plan.loads_batches,
+        )
+
+    def _rank_data(
+        self,
+        owner_of_part: np.ndarray,
+        *,
+        graph_rank: int,
+        num_ranks: int,
+        exchanges: frozenset[Exchange],
+        group: dist.ProcessGroup | None,
+        num_train_rows: int,
+        inside_N: np.ndarray | None = None,
+        overlaps: bool = False,
+        for_one_step: bool = False,
+    ) -> RankData:
+        return build_rank_data(
+            self._inputs.graph,
+            self._inputs.encodings,
+            owner_of_part[self._inputs.part_N],
+            order_N=self._inputs.order_N,
+            graph_rank=graph_rank,
+            num_ranks=num_ranks,
+            exchanges=exchanges,
+            group=group,
+            num_train_rows_of_step=num_train_rows,
+            degree_buckets=self._model.edge_bias is EdgeBias.DEGREE,
+            dtype=self._dtype,
+            device=self._place.device,
+            inside_N=inside_N,
+            overlaps=overlaps,
+            rows_per_message=self._rows_per_message(Exchange.HALO, num_ranks),
+            head_rows_per_message=self._rows_per_message(Exchange.HEAD_ALL_TO_ALL, num_ranks),
+            for_one_step=for_one_step,
+        )
+
+    def _rows_per_message(self, exchange: Exchange, num_ranks: int) -> int | None:
+        found = rows_per_message(self._plan, self._model, exchange, num_ranks=num_ranks)
+        # An evaluation by more ranks than the plan's graph groups have sends a row to each of them at least.
+        return None if found is None else max(found, 1)
+
+
+def sampled_works(plan: Plan, model: ModelSpec, inputs: Inputs, *, step: int, seed: int) -> tuple[RankWork, ...]:
+    """Return what each rank of a plan of sampled batches holds in a step, from the very samples that it draws.
+
+    With these `simulator.workload.lower` gives the exact program, where it else gives that of expected counts.
+    """
+    works = []
+    for rank in range(plan.num_ranks):
+        place = Place(
+            rank=rank,
+            num_ranks=plan.num_ranks,
+            replica=rank,
+            graph_rank=0,
+            graph_group=None,
+            world=None,
+            device=torch.device("cpu"),
+        )
+        batches = Batches(plan, inputs, place, model, dtype=torch.float32, seed=seed)
+        neighbourhood, _ = batches.sample(step)
+        layers = tuple(layer.counts() for layer in neighbourhood.layers)
+        features, node_N = inputs.graph.features, neighbourhood.node_N
+        num_entries = 0 if isinstance(features, np.ndarray) else int(np.diff(features.indptr)[node_N].sum())
+        works.append(work_of_sample(layers, num_feature_entries=num_entries))
+    return tuple(works)
