@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import scipy.sparse
@@ -12,6 +12,7 @@ from torch import Tensor
 from executor.attention.graph import EdgeGraph
 from executor.compat import making_sparse_csr
 from executor.exchange import ExchangeLayout
+from executor.hosts import host_halo
 from executor.operations import SparseFeatures
 from executor.topology import EdgeHalves, Topology, by_message
 from simulator.readers.graphs import Graph
@@ -39,6 +40,8 @@ class RankData:
         train_row_T, train_label_T: own rows that the loss uses, and their labels.
         num_train_rows_of_step: rows that the loss uses on all ranks of the step.
         mask_rows: own labelled rows by split, "train", "val" and "test".
+        between_layout, host_layout: of a hierarchical exchange, what is sent and received as `layout`, and what is then
+            passed on inside the host; None without one.
     """
 
     dtype: torch.dtype
@@ -56,6 +59,8 @@ class RankData:
     halves: Mapping[Exchange, EdgeHalves] = field(default_factory=dict)
     group_degree_bucket_E: Tensor | None = None
     graph_rank: int = 0
+    between_layout: ExchangeLayout | None = None
+    host_layout: ExchangeLayout | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +204,8 @@ def build_rank_data(
     overlaps: bool = False,
     rows_per_message: int | None = None,
     head_rows_per_message: int | None = None,
+    ranks_per_host: int | None = None,
+    host_group: torch.distributed.ProcessGroup | None = None,
 ) -> RankData:
     """Return one rank's tensors of a batch on its device.
 
@@ -210,6 +217,8 @@ def build_rank_data(
         num_train_rows_of_step: labelled training rows on all ranks, replicas included.
         overlaps: whether attention over own rows runs while rows of others are on their way.
         rows_per_message, head_rows_per_message: as in `ExchangeLayout`.
+        ranks_per_host: for a hierarchical exchange, on the full graph; None without one.
+        host_group: ranks of the own host.
     """
     if overlaps:
         order_N = _boundary_last(graph, owner_N, order_N)
@@ -234,6 +243,14 @@ def build_rank_data(
         head_rows_per_message=head_rows_per_message,
         device=device,
     )
+    hosts = None
+    if ranks_per_host is not None:
+        needed = [_nodes_needed_by(graph, rows, owner_N, rank) for rank, rows in enumerate(rows_by_rank)]
+        place_N = _places(order_N, graph.num_nodes)
+        hosts = host_halo(needed, owner_N, place_N, rank=graph_rank, ranks_per_host=ranks_per_host)
+    topologies = dict.fromkeys(exchanges, topology)
+    if hosts is not None:
+        topologies[Exchange.HIERARCHICAL_HALO] = replace(topology, halo_M=hosts.halo_M)
     group_edges = _edges_into(graph, topology.group_nodes, owner_N) if Exchange.HEAD_ALL_TO_ALL in exchanges else None
     train_row_T = np.flatnonzero(graph.train_mask_N[local.node_N])
     labels_N = np.asarray(graph.labels_N[local.node_N])
@@ -244,11 +261,13 @@ def build_rank_data(
         dense_NF=_dense_input(graph, encodings, local.node_N, dtype, device),
         sparse=_sparse_input(graph, local.node_N, device),
         edges={
-            exchange: topology.edge_graph(exchange, group_edges if exchange is Exchange.HEAD_ALL_TO_ALL else None)
+            exchange: topologies[exchange].edge_graph(
+                exchange, group_edges if exchange is Exchange.HEAD_ALL_TO_ALL else None
+            )
             for exchange in exchanges - halved
         },
         degree_bucket_E=topology.buckets(local.source_global_E),
-        halves={exchange: topology.edge_halves(exchange) for exchange in halved},
+        halves={exchange: topologies[exchange].edge_halves(exchange) for exchange in halved},
         group_degree_bucket_E=None if group_edges is None else topology.buckets(group_edges[1]),
         graph_rank=graph_rank,
         layout=ExchangeLayout(
@@ -267,6 +286,25 @@ def build_rank_data(
         train_label_T=_tensor(labels_N[train_row_T], device),
         num_train_rows_of_step=num_train_rows_of_step,
         mask_rows={name: _tensor(np.flatnonzero(mask[local.node_N]), device) for name, mask in masks.items()},
+        between_layout=None
+        if hosts is None
+        else ExchangeLayout(
+            send_row_S=_tensor(hosts.send_row_S, device),
+            rows_to=hosts.rows_to,
+            rows_from=hosts.rows_from,
+            max_rows=local.max_rows,
+            group=group,
+        ),
+        host_layout=None
+        if hosts is None
+        else ExchangeLayout(
+            # Where nothing overlaps, own rows lie before those that are passed on.
+            send_row_S=_tensor(hosts.passed_row_S + (0 if overlaps else len(local.node_N)), device),
+            rows_to=hosts.passed_to,
+            rows_from=hosts.passed_from,
+            max_rows=local.max_rows,
+            group=host_group,
+        ),
     )
 
 

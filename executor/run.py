@@ -229,6 +229,7 @@ def _train_as_rank(
         graph_parallel_degree=file.plan.graph_parallel_degree,
         timeout_seconds=backstop_seconds(timeout_seconds),
         cpu_affinity=file.train.cpu_affinity,
+        ranks_per_host=file.plan.ranks_per_host,
     )
     with mesh as place, heartbeat.failures_told():
         heartbeat.timeout_seconds = timeout_seconds
@@ -274,6 +275,9 @@ def _sizes(file: PlanFile, trainer: Trainer) -> Sizes:
             "graph": file.graph.sha256,
         },
         layouts={name: rows_of(layout) for name, layout in trainer.layouts().items()},
+        # torchrun numbers hosts in the order of their ranks.
+        host=int(os.environ.get("GROUP_RANK", 0)),
+        ranks_per_host=file.plan.ranks_per_host,
     )
 
 

@@ -249,6 +249,7 @@ class Trainer:
             group=self.place.graph_group,
             num_train_rows=num_train_rows,
             overlaps=self.plan.overlap_exchange,
+            ranks_per_host=self.plan.ranks_per_host,
         )
 
     def _rank_data(
@@ -261,6 +262,7 @@ class Trainer:
         group: dist.ProcessGroup | None,
         num_train_rows: int,
         overlaps: bool = False,
+        ranks_per_host: int | None = None,
     ) -> RankData:
         return build_rank_data(
             self.inputs.graph,
@@ -278,6 +280,8 @@ class Trainer:
             overlaps=overlaps,
             rows_per_message=self._rows_per_message(Exchange.HALO, num_ranks),
             head_rows_per_message=self._rows_per_message(Exchange.HEAD_ALL_TO_ALL, num_ranks),
+            ranks_per_host=ranks_per_host,
+            host_group=self.place.host_group,
         )
 
     def _rows_per_message(self, exchange: Exchange, num_ranks: int) -> int | None:
@@ -314,8 +318,14 @@ class Trainer:
 
     def layouts(self) -> dict[str, ExchangeLayout]:
         """Return the rows that this rank exchanges with others, in the first step and in an evaluation."""
-        found = {"step 1": self.batch(0).layout, "an evaluation": self._whole_graph().layout}
-        return {name: layout for name, layout in found.items() if layout.group is not None}
+        data = self.batch(0)
+        found = {
+            "step 1": data.layout,
+            "step 1 between hosts": data.between_layout,
+            "step 1 inside a host": data.host_layout,
+            "an evaluation": self._whole_graph().layout,
+        }
+        return {name: layout for name, layout in found.items() if layout is not None and layout.group is not None}
 
     def _whole_graph(self) -> RankData:
         if self.plan.is_full_graph:

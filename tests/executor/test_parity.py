@@ -122,5 +122,7 @@ def test_ranks_agree_to_the_last_bit(name, parity_folder):
 @pytest.mark.parametrize("name", CASES)
 def test_every_case_is_a_plan_that_can_run(name):
     case = CASES[name]
-    cluster = replace(BUILT_IN_CLUSTERS["h200x8"], devices_per_host=case.num_ranks)
+    per_host = case.ranks_per_host or case.num_ranks
+    num_hosts = -(-case.num_ranks // per_host)
+    cluster = replace(BUILT_IN_CLUSTERS["h200x8"], num_hosts=num_hosts, devices_per_host=per_host)
     assert violations(case.plan, case.graph_spec, case.model, cluster) == []
