@@ -187,7 +187,7 @@ CASES = {
     ),
     "hierarchical": Case(graph_parallel_degree=3, exchange=(HIERARCHICAL, HALO), model=DROPOUT, ranks_per_host=2),
     "hierarchical, overlapped, of rows, everything": Case(
-        graph_parallel_degree=4,
+        graph_parallel_degree=3,
         exchange=(HIERARCHICAL, GATHER, HIERARCHICAL),
         recompute=(AGAIN, KEEP, KEEP),
         model=EVERYTHING,
