@@ -12,7 +12,7 @@ from torch import Tensor
 from executor.attention.graph import EdgeGraph
 from executor.compat import making_sparse_csr
 from executor.exchange import ExchangeLayout
-from executor.hosts import host_halo
+from executor.hosts import HostLayouts, host_halo, host_layouts
 from executor.operations import SparseFeatures
 from executor.topology import EdgeHalves, Topology, by_message
 from simulator.readers.graphs import Graph
@@ -40,8 +40,7 @@ class RankData:
         train_row_T, train_label_T: own rows that the loss uses, and their labels.
         num_train_rows_of_step: rows that the loss uses on all ranks of the step.
         mask_rows: own labelled rows by split, "train", "val" and "test".
-        between_layout, host_layout: of a hierarchical exchange, what is sent and received as `layout`, and what is then
-            passed on inside the host; None without one.
+        hosts: what a hierarchical exchange sends and receives; None without one.
     """
 
     dtype: torch.dtype
@@ -59,8 +58,7 @@ class RankData:
     halves: Mapping[Exchange, EdgeHalves] = field(default_factory=dict)
     group_degree_bucket_E: Tensor | None = None
     graph_rank: int = 0
-    between_layout: ExchangeLayout | None = None
-    host_layout: ExchangeLayout | None = None
+    hosts: HostLayouts | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,24 +284,16 @@ def build_rank_data(
         train_label_T=_tensor(labels_N[train_row_T], device),
         num_train_rows_of_step=num_train_rows_of_step,
         mask_rows={name: _tensor(np.flatnonzero(mask[local.node_N]), device) for name, mask in masks.items()},
-        between_layout=None
+        hosts=None
         if hosts is None
-        else ExchangeLayout(
-            send_row_S=_tensor(hosts.send_row_S, device),
-            rows_to=hosts.rows_to,
-            rows_from=hosts.rows_from,
+        else host_layouts(
+            hosts,
+            # Where nothing overlaps, own rows lie before those that are passed on.
+            first_row=0 if overlaps else len(local.node_N),
             max_rows=local.max_rows,
             group=group,
-        ),
-        host_layout=None
-        if hosts is None
-        else ExchangeLayout(
-            # Where nothing overlaps, own rows lie before those that are passed on.
-            send_row_S=_tensor(hosts.passed_row_S + (0 if overlaps else len(local.node_N)), device),
-            rows_to=hosts.passed_to,
-            rows_from=hosts.passed_from,
-            max_rows=local.max_rows,
-            group=host_group,
+            host_group=host_group,
+            device=device,
         ),
     )
 

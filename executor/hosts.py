@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
+from executor.exchange import ExchangeLayout
 from simulator.hosts import host_needs, takers
 
 
@@ -18,7 +21,7 @@ class HostHalo:
 
     Attributes:
         halo_M: global ids of the halo in order of arrival: what the first exchange brings, by sender, then in the
-            plan's order; then what the second one brings, by sender, and within it as that one got it.
+            plan's order; then what the second one brings, by sender, and within it as that rank got it.
         send_row_S: own rows to send in the first exchange, by receiver, then ascending.
         rows_to, rows_from: rows to and from each rank in the first exchange.
         passed_row_S: positions of the rows to pass on among those that the first exchange brings, by receiver, then
@@ -50,50 +53,88 @@ def host_halo(
         owner_N: rank that owns each node.
         place_N: place of each node in the plan's order.
     """
-    needed = list(needed_by_rank)
-    num_ranks, host = len(needed), rank // ranks_per_host
-    first = host * ranks_per_host
+    needed, size = list(needed_by_rank), ranks_per_host
+    needs_by_host = [
+        host_needs(needed, owner_N, host=host, ranks_per_host=size) for host in range(-(-len(needed) // size))
+    ]
+    taker_by_host = [takers(needs_RN, owner_N) for needs_RN in needs_by_host]
+    needs_RN, taker_N, me = needs_by_host[rank // size], taker_by_host[rank // size], rank % size
 
-    def given(owner: int, receiver: int, taker_N: np.ndarray) -> np.ndarray:
-        """Return what an owner sends to a receiver, whose host has these takers, in the plan's order."""
-        if owner // ranks_per_host == receiver // ranks_per_host:
+    def given(owner: int, receiver: int) -> np.ndarray:
+        """Return what an owner sends to a receiver."""
+        if owner // size == receiver // size:
             found = needed[receiver][owner_N[needed[receiver]] == owner]
         else:
-            found = np.flatnonzero((taker_N == receiver % ranks_per_host) & (owner_N == owner))
+            found = np.flatnonzero((taker_by_host[receiver // size] == receiver % size) & (owner_N == owner))
         ordered: np.ndarray = found[np.argsort(place_N[found])]
         return ordered
 
-    takers_of_host = []
-    for other in range(-(-num_ranks // ranks_per_host)):
-        needs_RN = host_needs(needed, owner_N, host=other, ranks_per_host=ranks_per_host)
-        takers_of_host.append(takers(needs_RN, owner_N))
-        if other == host:
-            own_needs_RN = needs_RN
-    taker_N = takers_of_host[host]
+    def passed(passer: int, receiver: int) -> np.ndarray:
+        """Return what one rank of the own host passes on to another one, as the first one got it."""
+        found = np.flatnonzero(needs_RN[receiver] & (taker_N == passer) & (passer != receiver))
+        return found[np.lexsort((place_N[found], owner_N[found]))]
+
     own = np.flatnonzero(owner_N == rank)
     own = own[np.argsort(place_N[own])]
-    sent = [given(rank, other, takers_of_host[other // ranks_per_host]) for other in range(num_ranks)]
-    got = [given(other, rank, taker_N) for other in range(num_ranks)]
+    sent = [given(rank, other) for other in range(len(needed))]
+    got = [given(other, rank) for other in range(len(needed))]
+    passed_to = [passed(me, mate) for mate in range(len(needs_RN))]
+    passed_from = [passed(mate, me) for mate in range(len(needs_RN))]
     got_M = np.concatenate(got)
-    members = range(len(own_needs_RN))
-    passed = [
-        np.flatnonzero(own_needs_RN[place, got_M]) if first + place != rank else np.zeros(0, np.int64)
-        for place in members
-    ]
-    passed_on = [_passed(own_needs_RN[rank - first] & (taker_N == place), owner_N, place_N) for place in members]
-    passed_on[rank - first] = np.zeros(0, np.int64)  # what this rank took is there
+    row_N = np.zeros(len(owner_N), np.int64)
+    row_N[got_M] = np.arange(len(got_M))
     return HostHalo(
-        halo_M=np.concatenate([got_M, *passed_on]),
+        halo_M=np.concatenate([got_M, *passed_from]),
         send_row_S=np.searchsorted(place_N[own], place_N[np.concatenate(sent)]),
-        rows_to=tuple(len(rows) for rows in sent),
-        rows_from=tuple(len(rows) for rows in got),
-        passed_row_S=np.concatenate(passed),
-        passed_to=tuple(len(rows) for rows in passed),
-        passed_from=tuple(len(rows) for rows in passed_on),
+        rows_to=tuple(map(len, sent)),
+        rows_from=tuple(map(len, got)),
+        passed_row_S=row_N[np.concatenate(passed_to)],
+        passed_to=tuple(map(len, passed_to)),
+        passed_from=tuple(map(len, passed_from)),
     )
 
 
-def _passed(is_passed_N: np.ndarray, owner_N: np.ndarray, place_N: np.ndarray) -> np.ndarray:
-    """Return the nodes that one rank passes on to another one as the first one got them."""
-    nodes = np.flatnonzero(is_passed_N)
-    return nodes[np.lexsort((place_N[nodes], owner_N[nodes]))]
+@dataclass(frozen=True, kw_only=True)
+class HostLayouts:
+    """Both exchanges of a rank.
+
+    Attributes:
+        between: of the whole group, which brings no row to a host twice.
+        inside: of the host's ranks, which pass rows on.
+    """
+
+    between: ExchangeLayout
+    inside: ExchangeLayout
+
+
+def host_layouts(
+    halo: HostHalo,
+    *,
+    first_row: int,
+    max_rows: int,
+    group: dist.ProcessGroup | None,
+    host_group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> HostLayouts:
+    """Return the layouts of both exchanges on a device.
+
+    Args:
+        first_row: place of the first row of others in the tensor from which rows are passed on.
+        max_rows: own rows of the largest rank.
+    """
+    return HostLayouts(
+        between=ExchangeLayout(
+            send_row_S=torch.from_numpy(halo.send_row_S).to(device),
+            rows_to=halo.rows_to,
+            rows_from=halo.rows_from,
+            max_rows=max_rows,
+            group=group,
+        ),
+        inside=ExchangeLayout(
+            send_row_S=torch.from_numpy(halo.passed_row_S + first_row).to(device),
+            rows_to=halo.passed_to,
+            rows_from=halo.passed_from,
+            max_rows=max_rows,
+            group=host_group,
+        ),
+    )

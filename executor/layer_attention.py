@@ -152,17 +152,18 @@ class LayerAttention:
 
         Backward, the gradients of a row are summed inside the host before they go to its owner.
         """
-        inside = self.data.host_layout
-        if self.exchange is not Exchange.HIERARCHICAL_HALO or inside is None or len(inside.ranks) == 1:
+        hosts = self.data.hosts
+        if self.exchange is not Exchange.HIERARCHICAL_HALO or hosts is None or len(hosts.inside.ranks) == 1:
             return rows_MC
-        return exchange_rows(rows_MC, replace(self._row_exchange(), layout=inside, prefix="host_"))
+        return exchange_rows(rows_MC, replace(self._row_exchange(), layout=hosts.inside, prefix="host_"))
 
     def _row_exchange(self) -> RowExchange:
-        is_hierarchical = self.exchange is Exchange.HIERARCHICAL_HALO
-        layout = self.data.between_layout if is_hierarchical else self.data.layout
-        assert layout is not None, "a hierarchical exchange has a layout of its own"
+        exchange, layout = self.exchange, self.data.layout
+        if exchange is Exchange.HIERARCHICAL_HALO:
+            assert self.data.hosts is not None, "a batch of a plan with this exchange has layouts for it"
+            exchange, layout = Exchange.HALO, self.data.hosts.between
         return RowExchange(
-            exchange=Exchange.HALO if is_hierarchical else self.exchange,
+            exchange=exchange,
             layout=layout,
             recorder=self.recorder,
             layer=self.layer,

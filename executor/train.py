@@ -319,13 +319,10 @@ class Trainer:
     def layouts(self) -> dict[str, ExchangeLayout]:
         """Return the rows that this rank exchanges with others, in the first step and in an evaluation."""
         data = self.batch(0)
-        found = {
-            "step 1": data.layout,
-            "step 1 between hosts": data.between_layout,
-            "step 1 inside a host": data.host_layout,
-            "an evaluation": self._whole_graph().layout,
-        }
-        return {name: layout for name, layout in found.items() if layout is not None and layout.group is not None}
+        found = {"step 1": data.layout, "an evaluation": self._whole_graph().layout}
+        if data.hosts is not None:
+            found |= {"step 1 between hosts": data.hosts.between, "step 1 inside a host": data.hosts.inside}
+        return {name: layout for name, layout in found.items() if layout.group is not None}
 
     def _whole_graph(self) -> RankData:
         if self.plan.is_full_graph:

@@ -347,6 +347,7 @@ def _hierarchical() -> dict[str, ParityCase]:
         "2 hosts of 2 ranks, hierarchical": two_hosts,
         "2 hosts of 2 ranks, hierarchical, all extras": replace(two_hosts, graph_name="sparse", ordered=True, **extras),
         "2 hosts of 2 ranks, hierarchical, overlapped": replace(two_hosts, overlaps=True),
+        "2 hosts of 2 ranks, hierarchical, overlapped, again": replace(two_hosts, overlaps=True),
         "2 hosts of 2 ranks, hierarchical of rows": replace(two_hosts, payload=ROWS, **extras),
         "2 hosts of 2 ranks, hierarchical of rows, overlapped": replace(
             two_hosts, payload=ROWS, overlaps=True, **extras

@@ -119,6 +119,13 @@ def test_ranks_agree_to_the_last_bit(name, parity_folder):
         assert torch.equal(flat(other.trained), flat(results[0].trained))
 
 
+def test_a_hierarchical_exchange_trains_to_the_same_bits_again(parity_folder):
+    name = "2 hosts of 2 ranks, hierarchical, overlapped"
+    first, again = (result_of(parity_folder, each, 0) for each in (name, f"{name}, again"))
+    assert first.losses == again.losses
+    assert torch.equal(flat(first.trained), flat(again.trained))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_every_case_is_a_plan_that_can_run(name):
     case = CASES[name]
