@@ -24,10 +24,14 @@ class Sizes:
     Attributes:
         counts: numbers, by what they count, and hashes, by what they are of, that are the same on all ranks.
         layouts: by what they are for, the rows that a rank exchanges.
+        host: on which it was started.
+        ranks_per_host: that its hierarchical exchange counts on; None without one.
     """
 
     counts: Mapping[str, int | str]
     layouts: Mapping[str, "Rows"] = field(default_factory=dict)
+    host: int = 0
+    ranks_per_host: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +76,21 @@ def require_agreement(store: Store, mine: Sizes, *, about: str, rank: int, num_r
     while not store.check(keys):  # the heartbeat ends a wait that lasts too long
         time.sleep(0.01)
     sizes = [_sizes_from_json(text) for text in store.multi_get(keys)]
+    if found := misplacement(sizes):
+        raise PlanError(found)
     if found := disagreement(sizes):
         raise PlanError(f"{found}: {_FIX}")
+
+
+def misplacement(ranks: Sequence[Sizes]) -> str:
+    """Return which rank was started on another host than a hierarchical exchange has it on; empty if none was."""
+    for rank, sizes in enumerate(ranks):
+        if sizes.ranks_per_host is not None and sizes.host != rank // sizes.ranks_per_host:
+            return (
+                f"rank {rank} was started on host {sizes.host}, but the plan's hierarchical exchange has it on host "
+                f"{rank // sizes.ranks_per_host}: start {sizes.ranks_per_host} ranks a host, or plan for these hosts"
+            )
+    return ""
 
 
 def disagreement(ranks: Sequence[Sizes]) -> str:
@@ -136,4 +153,4 @@ def _sizes_from_json(text: str | bytes) -> Sizes:
         )
         for name, rows in plain["layouts"].items()
     }
-    return Sizes(counts=plain["counts"], layouts=layouts)
+    return Sizes(counts=plain["counts"], layouts=layouts, host=plain["host"], ranks_per_host=plain["ranks_per_host"])

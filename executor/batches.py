@@ -147,6 +147,7 @@ class Batches:
             inside_N=None if self._plan.between_edges else self._inputs.part_N,
             overlaps=self._plan.overlap_exchange,
             for_one_step=self._plan.loads_batches,
+            ranks_per_host=self._plan.ranks_per_host,
         )
 
     def _rank_data(
@@ -161,6 +162,7 @@ class Batches:
         inside_N: np.ndarray | None = None,
         overlaps: bool = False,
         for_one_step: bool = False,
+        ranks_per_host: int | None = None,
     ) -> RankData:
         return build_rank_data(
             self._inputs.graph,
@@ -180,6 +182,8 @@ class Batches:
             rows_per_message=self._rows_per_message(Exchange.HALO, num_ranks),
             head_rows_per_message=self._rows_per_message(Exchange.HEAD_ALL_TO_ALL, num_ranks),
             for_one_step=for_one_step,
+            ranks_per_host=ranks_per_host,
+            host_group=self._place.host_group,
         )
 
     def _rows_per_message(self, exchange: Exchange, num_ranks: int) -> int | None:

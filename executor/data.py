@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import scipy.sparse
@@ -12,6 +12,7 @@ from torch import Tensor
 from executor.attention.graph import EdgeGraph
 from executor.compat import making_sparse_csr
 from executor.exchange import ExchangeLayout
+from executor.hosts import HostLayouts, host_halo, host_layouts
 from executor.operations import SparseFeatures
 from executor.sampling.neighbourhood import Neighbourhood
 from executor.topology import EdgeHalves, Topology, by_message, on_device
@@ -71,6 +72,7 @@ class RankData:
         mask_rows: own labelled rows by split, "train", "val" and "test".
         layers: of sampled neighbourhoods, what each layer attends to; then `edges` and `degree_bucket_E` are empty,
             `node_N` and features those of the first layer's rows, labels those of the last one's. Else empty.
+        hosts: what a hierarchical exchange sends and receives; None without one.
     """
 
     dtype: torch.dtype
@@ -89,6 +91,7 @@ class RankData:
     halves: Mapping[Exchange, EdgeHalves] = field(default_factory=dict)
     group_degree_bucket_E: Tensor | None = None
     graph_rank: int = 0
+    hosts: HostLayouts | None = None
 
     def attended(self, layer: int, exchange: Exchange) -> tuple[EdgeGraph, Tensor | None]:
         """Return the edges into own rows that a layer attends along under an exchange, and their degree buckets."""
@@ -272,6 +275,8 @@ def build_rank_data(
     rows_per_message: int | None = None,
     head_rows_per_message: int | None = None,
     for_one_step: bool = False,
+    ranks_per_host: int | None = None,
+    host_group: torch.distributed.ProcessGroup | None = None,
 ) -> RankData:
     """Return one rank's tensors of a batch on its device.
 
@@ -285,6 +290,8 @@ def build_rank_data(
         overlaps: whether attention over own rows runs while rows of others are on their way.
         rows_per_message, head_rows_per_message: as in `ExchangeLayout`.
         for_one_step: whether the batch is made for one step: then nothing is made that only many steps pay for.
+        ranks_per_host: for a hierarchical exchange, on the full graph; None without one.
+        host_group: ranks of the own host.
     """
     if overlaps:
         order_N = _boundary_last(graph, owner_N, order_N)
@@ -311,6 +318,14 @@ def build_rank_data(
         for_one_step=for_one_step,
         device=device,
     )
+    hosts = None
+    if ranks_per_host is not None:
+        needed = [_nodes_needed_by(graph, rows, owner_N, rank) for rank, rows in enumerate(rows_by_rank)]
+        place_N = _places(order_N, graph.num_nodes)
+        hosts = host_halo(needed, owner_N, place_N, rank=graph_rank, ranks_per_host=ranks_per_host)
+    topologies = dict.fromkeys(exchanges, topology)
+    if hosts is not None:
+        topologies[Exchange.HIERARCHICAL_HALO] = replace(topology, halo_M=hosts.halo_M)
     group_edges = _edges_into(graph, topology.group_nodes, owner_N) if Exchange.HEAD_ALL_TO_ALL in exchanges else None
     train_row_T = np.flatnonzero(graph.train_mask_N[local.node_N])
     labels_N = np.asarray(graph.labels_N[local.node_N])
@@ -321,11 +336,13 @@ def build_rank_data(
         dense_NF=_dense_input(graph, encodings, local.node_N, dtype, device),
         sparse=_sparse_input(graph, local.node_N, device),
         edges={
-            exchange: topology.edge_graph(exchange, group_edges if exchange is Exchange.HEAD_ALL_TO_ALL else None)
+            exchange: topologies[exchange].edge_graph(
+                exchange, group_edges if exchange is Exchange.HEAD_ALL_TO_ALL else None
+            )
             for exchange in exchanges - halved
         },
         degree_bucket_E=topology.buckets(local.source_global_E),
-        halves={exchange: topology.edge_halves(exchange) for exchange in halved},
+        halves={exchange: topologies[exchange].edge_halves(exchange) for exchange in halved},
         group_degree_bucket_E=None if group_edges is None else topology.buckets(group_edges[1]),
         graph_rank=graph_rank,
         layout=ExchangeLayout(
@@ -344,6 +361,17 @@ def build_rank_data(
         train_label_T=on_device(labels_N[train_row_T], device),
         num_train_rows_of_step=num_train_rows_of_step,
         mask_rows={name: on_device(np.flatnonzero(mask[local.node_N]), device) for name, mask in masks.items()},
+        hosts=None
+        if hosts is None
+        else host_layouts(
+            hosts,
+            # Where nothing overlaps, own rows lie before those that are passed on.
+            first_row=0 if overlaps else len(local.node_N),
+            max_rows=local.max_rows,
+            group=group,
+            host_group=host_group,
+            device=device,
+        ),
     )
 
 

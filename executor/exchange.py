@@ -104,6 +104,7 @@ class RowExchange:
         exchange: HALO or ALL_GATHER.
         dtype: number format of the rows.
         wire: number format of what travels.
+        prefix: of its tasks' names within the layer.
     """
 
     exchange: Exchange
@@ -112,6 +113,7 @@ class RowExchange:
     layer: str
     dtype: torch.dtype
     wire: torch.dtype
+    prefix: str = ""
 
     @property
     def num_messages(self) -> int:
@@ -209,7 +211,7 @@ class RowExchange:
 
     def widen(self, received: Tensor, phase: Phase, *, out: Tensor | None = None) -> Tensor:
         """Return what arrived in the number format of rows; backward, gradients in that of messages."""
-        with self.recorder.task(f"{self.layer}.widen", TaskKind.COPY_ROWS, phase, tuple(received.shape)):
+        with self.recorder.task(f"{self.layer}.{self.prefix}widen", TaskKind.COPY_ROWS, phase, tuple(received.shape)):
             if out is not None:
                 return out.copy_(received)
             return received.to(self.wire if phase is Phase.BACKWARD else self.dtype)
@@ -246,7 +248,7 @@ class RowExchange:
     def _sent(
         self, work: dist.Work | None, mark: Mark | None, output: Tensor, message: Tensor, *, async_op: bool
     ) -> Sent:
-        name = f"{self.layer}.exchange"
+        name = f"{self.layer}.{self.prefix}exchange"
         if not async_op:
             return Sent(name=name, work=None, mark=None, output=output, message=None)
         assert work is not None, "a call that returns before it has ended gives its work"
@@ -256,7 +258,7 @@ class RowExchange:
         return Sent(name=name, work=work, mark=mark, output=output, message=message)
 
     def _name(self, task: str, index: int) -> str:
-        return message_name(f"{self.layer}.{task}", index, self.num_messages)
+        return message_name(f"{self.layer}.{self.prefix}{task}", index, self.num_messages)
 
     def _sent_rows(self, index: int) -> slice:
         """Return where the rows of one message lie among those to send."""

@@ -3,7 +3,7 @@
 `simulator/exchange_tasks.py` lowers these tasks in this order.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -46,12 +46,12 @@ class LayerAttention:
 
     def in_turn(self, q_ND: Tensor, kv_N2D: Tensor) -> Tensor:
         """Return attention over all edges, once all keys and values are there."""
-        kv_M2D = kv_N2D if self.exchange is Exchange.NONE else exchange_rows(kv_N2D, self._row_exchange())
+        kv_M2D = kv_N2D if self.exchange is Exchange.NONE else self._exchanged(kv_N2D)
         return self._attend(q_ND, kv_M2D)
 
     def of_rows(self, x_ND: Tensor) -> Tensor:
         """Return the same, where normed rows travel and make keys and values wherever they are needed."""
-        x_MD = exchange_rows(x_ND, self._row_exchange())
+        x_MD = self._exchanged(x_ND)
         weight = self.weights["query_key_value.weight"]
         q_ND = self.recorder.run(f"{self.layer}.query", operations.QUERY, x_ND, weight)
         kv_M2D = self.recorder.run(f"{self.layer}.key_value", operations.KEY_VALUE, x_MD, weight)
@@ -118,7 +118,7 @@ class LayerAttention:
         bias_EH = self._bias("_interior", table_BH, halves.inner_bucket_E)
         inner = self._part("_interior", q_ND, kv_N2D, bias_EH, halves.inner)
         bias_EH = self._bias("_halo", table_BH, halves.outer_bucket_E)
-        rows_MC = await_exchange(received, flight)
+        rows_MC = self._passed_on(await_exchange(received, flight))
         if received_weight is not None:
             rows_MC = self.recorder.run(f"{self.layer}.key_value", operations.KEY_VALUE, rows_MC, received_weight)
         outer = self._part("_halo", last_BD, rows_MC, bias_EH, halves.outer)
@@ -150,10 +150,27 @@ class LayerAttention:
         num_boundary = self.data.halves[self.exchange].outer.num_targets
         return boundary_queries(q_ND, num_boundary, self.recorder, self.layer)
 
+    def _exchanged(self, rows_NC: Tensor) -> Tensor:
+        return self._passed_on(exchange_rows(rows_NC, self._row_exchange()))
+
+    def _passed_on(self, rows_MC: Tensor) -> Tensor:
+        """Return rows with those behind them that other ranks of the host took for this one too, if there are any.
+
+        Backward, the gradients of a row are summed inside the host before they go to its owner.
+        """
+        hosts = self.data.hosts
+        if self.exchange is not Exchange.HIERARCHICAL_HALO or hosts is None or len(hosts.inside.ranks) == 1:
+            return rows_MC
+        return exchange_rows(rows_MC, replace(self._row_exchange(), layout=hosts.inside, prefix="host_"))
+
     def _row_exchange(self) -> RowExchange:
+        exchange, layout = self.exchange, self.data.layout
+        if exchange is Exchange.HIERARCHICAL_HALO:
+            assert self.data.hosts is not None, "a batch of a plan with this exchange has layouts for it"
+            exchange, layout = Exchange.HALO, self.data.hosts.between
         return RowExchange(
-            exchange=self.exchange,
-            layout=self.data.layout,
+            exchange=exchange,
+            layout=layout,
             recorder=self.recorder,
             layer=self.layer,
             dtype=self.data.dtype,

@@ -33,6 +33,7 @@ class Place:
         graph_group: process group of the ranks that share a batch; None when that is this rank alone.
         world: process group of all ranks of the plan; None when that is this rank alone.
         cores: on which this rank runs; None where it may run on any.
+        host_group: process group of the ranks of this host, for hierarchical exchanges; None where none was asked for.
     """
 
     rank: int
@@ -43,6 +44,7 @@ class Place:
     world: dist.ProcessGroup | None
     device: torch.device
     cores: Sequence[int] | None = None
+    host_group: dist.ProcessGroup | None = None
 
 
 def device_of(kind: DeviceKind, local_rank: int) -> torch.device:
@@ -74,6 +76,7 @@ def joined_mesh(
     graph_parallel_degree: int = 1,
     timeout_seconds: float = COLLECTIVE_TIMEOUT_SECONDS,
     cpu_affinity: bool = True,
+    ranks_per_host: int | None = None,
 ) -> Iterator[Place]:
     """Make the process groups of a mesh, and end them afterwards; several may follow in one process.
 
@@ -81,6 +84,7 @@ def joined_mesh(
         store: through which the ranks of the mesh meet.
         timeout_seconds: after which torch gives a collective up, without naming the rank that is missing.
         cpu_affinity: keep this rank to its share of the host's cores meanwhile.
+        ranks_per_host: make a group of the ranks of each host too, rank r on host `r // ranks_per_host`; None for none.
     """
     device = device_of(kind, local_rank)
     num_ranks = data_parallel_degree * graph_parallel_degree
@@ -102,7 +106,8 @@ def joined_mesh(
         with _process_groups(kind, store, rank, num_ranks) as world:
             degrees = (data_parallel_degree, graph_parallel_degree)
             mesh = init_device_mesh(device.type, degrees, mesh_dim_names=("dp", "gp"))
-            for group in (world, *mesh.get_all_groups()):
+            host_group = _host_group(rank, num_ranks, ranks_per_host)
+            for group in (world, *mesh.get_all_groups(), *([host_group] if host_group else [])):
                 set_timeout(group, datetime.timedelta(seconds=timeout_seconds))
             yield Place(
                 rank=rank,
@@ -113,7 +118,17 @@ def joined_mesh(
                 world=world,
                 device=device,
                 cores=cores,
+                host_group=host_group,
             )
+
+
+def _host_group(rank: int, num_ranks: int, ranks_per_host: int | None) -> dist.ProcessGroup | None:
+    """Return the group of a rank's host; every rank makes the groups of all hosts."""
+    if ranks_per_host is None:
+        return None
+    members = [range(num_ranks)[first : first + ranks_per_host] for first in range(0, num_ranks, ranks_per_host)]
+    groups: list[dist.ProcessGroup] = [dist.new_group(list(ranks)) for ranks in members]
+    return groups[rank // ranks_per_host]
 
 
 @contextmanager

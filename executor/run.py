@@ -222,7 +222,7 @@ def _train_as_rank(
     timeout_seconds = collective_timeout_seconds(file)
     position.enter("the meeting of all ranks")
     num_ranks = file.plan.num_ranks
-    require_agreement(store, Sizes(counts=_contents(file)), about="contents", rank=rank, num_ranks=num_ranks)
+    require_agreement(store, _contents(file), about="contents", rank=rank, num_ranks=num_ranks)
     mesh = joined_mesh(
         kind,
         store,
@@ -232,6 +232,7 @@ def _train_as_rank(
         graph_parallel_degree=file.plan.graph_parallel_degree,
         timeout_seconds=backstop_seconds(timeout_seconds),
         cpu_affinity=file.train.cpu_affinity,
+        ranks_per_host=file.plan.ranks_per_host,
     )
     with mesh as place, heartbeat.failures_told():
         heartbeat.timeout_seconds = timeout_seconds
@@ -265,16 +266,21 @@ def _train_as_rank(
         _write_result(run.out, file.plan, replace(result, trace=trace), history.best_weights)
 
 
-def _contents(file: PlanFile) -> dict[str, int | str]:
-    """Return what must be the same on all ranks before they meet."""
-    return {
-        "train.num_steps": file.train.num_steps,
-        "steps of an epoch": file.plan.steps_per_epoch,
-        "train": content_sha256(file.train),
-        "plan": content_sha256(file.plan),
-        "model": content_sha256(file.model),
-        "graph": file.graph.sha256,
-    }
+def _contents(file: PlanFile) -> Sizes:
+    """Return what must fit on all ranks before they meet."""
+    return Sizes(
+        counts={
+            "train.num_steps": file.train.num_steps,
+            "steps of an epoch": file.plan.steps_per_epoch,
+            "train": content_sha256(file.train),
+            "plan": content_sha256(file.plan),
+            "model": content_sha256(file.model),
+            "graph": file.graph.sha256,
+        },
+        # torchrun numbers hosts in the order of their ranks.
+        host=int(os.environ.get("GROUP_RANK", 0)),
+        ranks_per_host=file.plan.ranks_per_host,
+    )
 
 
 def _sizes(trainer: Trainer) -> Sizes:

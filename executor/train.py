@@ -251,7 +251,10 @@ class Trainer:
 
     def layouts(self) -> dict[str, ExchangeLayout]:
         """Return the rows that this rank exchanges with others, in the first step and in an evaluation."""
-        found = {"step 1": self.batch(0).layout, "an evaluation": self.batches.whole_graph().layout}
+        data = self.batch(0)
+        found = {"step 1": data.layout, "an evaluation": self.batches.whole_graph().layout}
+        if data.hosts is not None:
+            found |= {"step 1 between hosts": data.hosts.between, "step 1 inside a host": data.hosts.inside}
         return {name: layout for name, layout in found.items() if layout.group is not None}
 
 

@@ -6,12 +6,14 @@ halo, which the planner prices. Nodes without neighbours go last, to where owned
 """
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import scipy.sparse
 from numpy.typing import NDArray
 
+from planner.hosts import host_rows
 from planner.metis import metis_parts
 from simulator.errors import SpecError
 from simulator.readers.graphs import Graph, sources_into, undirected_adjacency
@@ -27,7 +29,9 @@ logger = logging.getLogger(__name__)
 MAX_SEED = 2**31 - 1
 
 
-def partition_graph(graph: Graph, num_parts: int, *, seed: int, folder: Path) -> PartitionSpec:
+def partition_graph(
+    graph: Graph, num_parts: int, *, seed: int, folder: Path, ranks_per_host: int | None = None
+) -> PartitionSpec:
     """Return a cut of a graph, the node-to-part array of which is written to `folder` for `read_partition`.
 
     The file's name holds the number of parts, the seed, the method and a hash of the edges. METIS's result for them
@@ -39,6 +43,8 @@ def partition_graph(graph: Graph, num_parts: int, *, seed: int, folder: Path) ->
         num_parts: parts, some of which stay empty if there are fewer nodes.
         seed: of the partitioner; the same one gives the same parts.
         folder: the plan's.
+        ranks_per_host: count what hosts of so many ranks, one a part, need of each other; None where none of the plans
+            to be made exchanges hierarchically.
 
     Raises:
         SpecError: if `num_parts` or `seed` is out of range.
@@ -61,7 +67,10 @@ def partition_graph(graph: Graph, num_parts: int, *, seed: int, folder: Path) ->
         method, part_N = _cut(graph, num_parts, seed=seed, folder=folder)
         path = name.format(method)
         save_npy(part_N, folder / path)
-    return _spec(graph, part_N, num_parts=num_parts, method=method, seed=seed, path=path)
+    found = _spec(graph, part_N, num_parts=num_parts, method=method, seed=seed, path=path)
+    if ranks_per_host is None:
+        return found
+    return replace(found, hosts=host_rows(graph, part_N, num_parts, ranks_per_host=ranks_per_host))
 
 
 def part_specs(graph: Graph, part_N: NDArray[np.int32], num_parts: int) -> tuple[PartSpec, ...]:

@@ -26,7 +26,7 @@ from simulator.specs.document import content_sha256
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import ModelSpec
 from simulator.specs.order import NodeOrder, OrderSpec
-from simulator.specs.plan import PartitionSpec, Plan, SampledBatches
+from simulator.specs.plan import Exchange, PartitionSpec, Plan, SampledBatches
 from simulator.specs.search import SearchSpec
 from simulator.specs.train import TrainSpec
 from simulator.specs.units import Dtype
@@ -83,7 +83,12 @@ def find_plan(
         if num_parts not in cuts:
             if num_parts > 1:
                 on_progress(f"cutting the graph into {num_parts} parts")
-            cuts[num_parts] = partition_graph(graph, num_parts, seed=search.seed, folder=folder)
+            spans_hosts = cluster.devices_per_host < num_parts <= cluster.num_devices
+            counts_hosts = spans_hosts and Exchange.HIERARCHICAL_HALO in search.exchanges
+            ranks_per_host = cluster.devices_per_host if counts_hosts else None
+            cuts[num_parts] = partition_graph(
+                graph, num_parts, seed=search.seed, folder=folder, ranks_per_host=ranks_per_host
+            )
         return cuts[num_parts]
 
     neighbourhoods: dict[int, SampledBatches] = {}

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, assert_never
 
 from simulator.constraints import step_mode_of
@@ -40,7 +40,7 @@ def candidates(
     """Yield every plan of the search space, legal or not, those on fewer ranks first.
 
     Layers are alike: each plan has one exchange and one recompute choice for all of them. Choices of how rows travel
-    that an exchange does not have are not tried with it.
+    that an exchange does not have are not tried with it, nor a hierarchical exchange where no host's rows are counted.
 
     Args:
         partition: gives the cut into so many parts; it is asked only for cuts that some candidate needs.
@@ -53,7 +53,9 @@ def candidates(
             cut = partition(batches.num_parts)
             is_full_graph = batches.kind is BatchKind.FULL_GRAPH
             step_mode = step_mode_of(num_ranks=num_ranks, is_full_graph=is_full_graph, cluster=cluster)
-            exchanges = list(_exchanges(batches.graph_parallel_degree, search))
+            crosses_hosts = is_full_graph and cut.hosts is not None
+            exchanges = list(_exchanges(batches.graph_parallel_degree, search, crosses_hosts=crosses_hosts))
+            plain_cut = replace(cut, hosts=None)
             for (exchange, choices), recompute, precision, reduction in itertools.product(
                 exchanges, search.recomputes, search.precisions, reductions
             ):
@@ -62,7 +64,7 @@ def candidates(
                 yield Plan(
                     data_parallel_degree=replicas,
                     graph_parallel_degree=batches.graph_parallel_degree,
-                    partition=cut,
+                    partition=cut if exchange is Exchange.HIERARCHICAL_HALO else plain_cut,
                     parts_per_batch=batches.parts_per_batch,
                     exchange=(exchange,) * model.num_layers,
                     recompute=(recompute,) * model.num_layers,
@@ -110,19 +112,29 @@ def _reductions(
                     yield _Reduction(bucket_bytes=size, overlaps=True, compression=compression)
 
 
-def _exchanges(graph_parallel_degree: int, search: SearchSpec) -> Iterator[tuple[Exchange, dict[str, Any]]]:
-    """Yield an exchange, and how what travels does; plain choices come first, so that equal predictions go to them."""
+def _exchanges(
+    graph_parallel_degree: int, search: SearchSpec, *, crosses_hosts: bool
+) -> Iterator[tuple[Exchange, dict[str, Any]]]:
+    """Yield an exchange, and how what travels does; plain choices come first, so that equal predictions go to them.
+
+    Args:
+        crosses_hosts: whether what hosts need of each other was counted, so that it may cross between them once.
+    """
     plain: dict[str, Any] = {"exchange_precision": None}
     if graph_parallel_degree == 1:
         yield Exchange.NONE, plain
         return
     for exchange in search.exchanges:
+        is_hierarchical = exchange is Exchange.HIERARCHICAL_HALO
+        if is_hierarchical and not crosses_hosts:
+            continue
         of_rows = exchange in ROW_EXCHANGES
+        chunks = (None, search.exchange_chunk_bytes) if search.exchange_chunk_bytes and not is_hierarchical else (None,)
         payloads = search.exchange_payloads if of_rows else (ExchangePayload.KEYS_AND_VALUES,)
         for overlap in search.exchange_overlaps if of_rows else (False,):
             for payload in payloads:
                 for precision in (None, *search.exchange_precisions):
-                    for chunk_bytes in (None, search.exchange_chunk_bytes) if search.exchange_chunk_bytes else (None,):
+                    for chunk_bytes in chunks:
                         yield (
                             exchange,
                             {

@@ -23,6 +23,7 @@ def violations(plan: Plan, graph: GraphSpec, model: ModelSpec, cluster: ClusterS
         *_loading_violations(plan),
         *_layer_violations(plan, model),
         *_exchange_violations(plan, model),
+        *_host_violations(plan, cluster),
         *_step_violations(plan, cluster),
         *_gradient_violations(plan, graph, model),
     ]
@@ -196,6 +197,37 @@ def _exchange_violations(plan: Plan, model: ModelSpec) -> list[str]:
                 f"exchange_chunk_bytes must hold a row for each other rank in {exchange}, got "
                 f"{plan.exchange_chunk_bytes}: raise it or leave it out"
             )
+    return found
+
+
+def _host_violations(plan: Plan, cluster: ClusterSpec) -> list[str]:
+    """Say why a hierarchical exchange cannot run on the hosts of a cluster."""
+    if Exchange.HIERARCHICAL_HALO not in plan.exchange:
+        return []
+    name, per_host, hosts = Exchange.HIERARCHICAL_HALO, cluster.devices_per_host, plan.partition.hosts
+    found = []
+    if plan.num_ranks <= per_host:
+        found.append(
+            f"exchange must not be {name} when all {plan.num_ranks} ranks sit on one host of {per_host} devices: use "
+            "halo"
+        )
+    if not plan.is_full_graph:
+        found.append(
+            f"{plan.parts_per_batch=} must be all {plan.partition.num_parts} parts with {name}: what a host needs "
+            "depends on the parts that meet there; use halo"
+        )
+    if hosts is None:
+        found.append(f"partition.hosts must count the rows of hosts with {name}, got none: plan again")
+    elif hosts.ranks_per_host != per_host:
+        found.append(
+            f"partition.hosts.ranks_per_host must equal devices_per_host = {per_host} of the cluster, got "
+            f"{hosts.ranks_per_host}: plan again for this cluster"
+        )
+    if plan.exchange_chunk_bytes is not None:
+        found.append(
+            f"exchange_chunk_bytes must be left out with {name}, got {plan.exchange_chunk_bytes}: it sends no chunks; "
+            "use halo where buffers would not fit"
+        )
     return found
 
 

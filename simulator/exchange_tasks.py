@@ -16,7 +16,7 @@ from simulator.exchanges import (
     wire_dtype,
 )
 from simulator.specs.model import EdgeBias, ModelSpec
-from simulator.specs.plan import Exchange, ExchangePayload, Plan
+from simulator.specs.plan import HALO_EXCHANGES, Exchange, ExchangePayload, Plan
 from simulator.specs.program import TaskKind
 from simulator.specs.units import Dtype
 
@@ -36,6 +36,23 @@ class EdgeCounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostWork:
+    """What one rank moves in a halo exchange through which each row of another host enters a host once.
+
+    Attributes:
+        ranks: of its host, which pass rows on among them.
+        rows_to, rows_from: rows that it sends to each rank of its graph group, and receives from each.
+        passed_to, passed_from: rows that it passes on to each rank of its host, and gets from each.
+    """
+
+    ranks: tuple[int, ...]
+    rows_to: tuple[int, ...]
+    rows_from: tuple[int, ...]
+    passed_to: tuple[int, ...]
+    passed_from: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupWork:
     """What one rank and the others of its graph group hold in a step, as its exchanges need it.
 
@@ -49,6 +66,7 @@ class GroupWork:
         inner_edges, outer_edges: of them, from own nodes and from nodes of others.
         group_edges: of the whole batch.
         num_sampled_targets: of a layer of a sampled batch, the rows that it returns; None for all.
+        host: for a hierarchical exchange; None without one.
     """
 
     graph_rank: int = 0
@@ -62,6 +80,7 @@ class GroupWork:
     outer_edges: EdgeCounts = field(default_factory=EdgeCounts)
     group_edges: EdgeCounts = field(default_factory=EdgeCounts)
     num_sampled_targets: int | None = None
+    host: HostWork | None = None
 
     @property
     def num_rows(self) -> int:
@@ -75,9 +94,20 @@ class GroupWork:
 
     def num_remote_rows(self, exchange: Exchange) -> int:
         """Return the rows that an exchange of rows brings; an all-gather's hold the own ones too, all padded."""
-        if exchange is Exchange.HALO:
+        if exchange in HALO_EXCHANGES:
             return sum(self.rows_from)
         return max(self.rows_by_rank) * len(self.rows_by_rank)
+
+    def halo_splits(self, exchange: Exchange) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the rows to and from each rank of the group; in a hierarchical exchange, before any are passed on."""
+        if exchange is Exchange.HIERARCHICAL_HALO:
+            assert self.host is not None, "such a plan's partition counts the rows of hosts"
+            return self.host.rows_to, self.host.rows_from
+        return self.rows_to, self.rows_from
+
+    def num_passed_rows(self, exchange: Exchange) -> int:
+        """Return how many of the rows that an exchange brings are passed on by ranks of the own host."""
+        return sum(self.host.passed_from) if self.host and exchange is Exchange.HIERARCHICAL_HALO else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +120,7 @@ class Operation:
         is_in_flight: forward, nothing waits for this collective until an operation that joins.
         backward_is_in_flight: the same of the backward pass.
         joins, backward_joins: the task waits for all collectives that are in flight.
+        ranks: of a collective; empty for those of the graph group.
     """
 
     name: str
@@ -102,6 +133,7 @@ class Operation:
     backward_is_in_flight: bool = False
     joins: bool = False
     backward_joins: bool = False
+    ranks: tuple[int, ...] = ()
 
 
 def same(name: str, kind: TaskKind, shape: tuple[int, ...]) -> Operation:
@@ -138,9 +170,9 @@ class AttentionLowering:
                 return self._alone()
             case Exchange.HEAD_ALL_TO_ALL:
                 return self._by_heads()
-            case Exchange.HALO | Exchange.ALL_GATHER if self.plan.overlaps(index):
+            case Exchange.HALO | Exchange.HIERARCHICAL_HALO | Exchange.ALL_GATHER if self.plan.overlaps(index):
                 return self._overlapped(sends_rows=sends_rows)
-            case Exchange.HALO | Exchange.ALL_GATHER:
+            case Exchange.HALO | Exchange.HIERARCHICAL_HALO | Exchange.ALL_GATHER:
                 return self._in_turn(sends_rows=sends_rows)
 
     def _alone(self) -> list[Operation]:
@@ -157,9 +189,9 @@ class AttentionLowering:
     def _in_turn(self, *, sends_rows: bool) -> list[Operation]:
         """Return the exchange, and then attention over all edges."""
         work, width = self.work, self.model.width
-        own_rows = work.num_rows if self.exchange is Exchange.HALO else 0
+        own_rows = work.num_rows if self.exchange in HALO_EXCHANGES else 0
         sources = own_rows + work.num_remote_rows(self.exchange)
-        exchange = [*self._messages(own_rows=own_rows), *self._widen()]
+        exchange = [*self._messages(own_rows=own_rows), *self._widen(), *self._pass_on(own_rows=own_rows)]
         attention = self._attend("", self.work.edges, sources)
         if not sends_rows:
             return [self._project(), *exchange, *attention]
@@ -192,7 +224,7 @@ class AttentionLowering:
             self._project(),
             backward_only(f"{layer}.boundary_queries", TaskKind.COPY_ROWS, (work.num_rows, model.width)),
         ]
-        received = [*self._widen()]
+        received = [*self._widen(), *self._pass_on(own_rows=0)]
         if sends_rows:
             received.append(same(f"{layer}.key_value", TaskKind.PROJECTION, (remote, model.width, 2 * model.width)))
         outer = self._attention("_halo", work.outer_edges, remote, targets=work.num_boundary_rows)
@@ -218,13 +250,13 @@ class AttentionLowering:
         columns, wire = payload_columns(plan, self.model), wire_dtype(plan)
         row_bytes = columns * wire.num_bytes
         each = rows_per_message(plan, self.model, self.exchange)
-        most_rows = work.max_pair_rows if self.exchange is Exchange.HALO else max(work.rows_by_rank)
+        most_rows = work.max_pair_rows if self.exchange in HALO_EXCHANGES else max(work.rows_by_rank)
         count = num_messages(most_rows, each)
         for index in range(count):
-            if self.exchange is Exchange.HALO:
+            if self.exchange in HALO_EXCHANGES:
                 rows_to, rows_from = (
                     tuple(rows_in_message(rows, index, each) for rows in split)
-                    for split in (work.rows_to, work.rows_from)
+                    for split in work.halo_splits(self.exchange)
                 )
                 message_rows, kind, backward_kind = sum(rows_to), TaskKind.ALL_TO_ALL, TaskKind.ALL_TO_ALL
                 sent = tuple(rows * row_bytes for rows in rows_to)
@@ -264,8 +296,38 @@ class AttentionLowering:
     def _widen(self) -> Iterator[Operation]:
         """Yield the way back to the plan's number format, of all rows that were received."""
         if wire_dtype(self.plan) is not self.plan.precision:
-            shape = (self.work.num_remote_rows(self.exchange), payload_columns(self.plan, self.model))
+            work = self.work
+            rows = work.num_remote_rows(self.exchange) - work.num_passed_rows(self.exchange)
+            shape = (rows, payload_columns(self.plan, self.model))
             yield same(f"{self.layer}.widen", TaskKind.COPY_ROWS, shape)
+
+    def _pass_on(self, *, own_rows: int) -> Iterator[Operation]:
+        """Yield the exchange inside the own host that follows one between hosts; none where the host has one rank.
+
+        Args:
+            own_rows: that lie before those of others; packing copies all of them.
+        """
+        host = self.work.host
+        if self.exchange is not Exchange.HIERARCHICAL_HALO or host is None or len(host.ranks) == 1:
+            return
+        columns, wire = payload_columns(self.plan, self.model), wire_dtype(self.plan)
+        changes_format = wire is not self.plan.precision
+        row_bytes = columns * wire.num_bytes
+        held_rows, name = own_rows + sum(host.rows_from), f"{self.layer}.host"
+        yield same(f"{name}_pack", TaskKind.HALO_PACK, (held_rows, sum(host.passed_to), columns))
+        if changes_format:
+            yield same(f"{name}_narrow", TaskKind.COPY_ROWS, (sum(host.passed_to), columns))
+        yield Operation(
+            name=f"{name}_exchange",
+            kind=TaskKind.ALL_TO_ALL,
+            shape=tuple(rows * row_bytes for rows in host.passed_to),
+            backward_kind=TaskKind.ALL_TO_ALL,
+            backward_shape=tuple(rows * row_bytes for rows in host.passed_from),
+            dtype=wire,
+            ranks=host.ranks,
+        )
+        if changes_format:
+            yield same(f"{name}_widen", TaskKind.COPY_ROWS, (sum(host.passed_from), columns))
 
     # --- Exchange of heads.
 

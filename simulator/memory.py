@@ -14,7 +14,7 @@ from simulator.gradients import PARAMETER_BYTES, buckets_of, kept_bytes, passing
 from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import EdgeBias, ModelSpec
-from simulator.specs.plan import ROW_EXCHANGES, Exchange, ExchangePayload, Plan, Recompute
+from simulator.specs.plan import HALO_EXCHANGES, ROW_EXCHANGES, Exchange, ExchangePayload, Plan, Recompute
 from simulator.specs.units import Dimension, format_quantity
 from simulator.workload import RankWork, num_input_columns, num_parameters, parameter_shapes, rank_work
 
@@ -218,7 +218,7 @@ def _attended(plan: Plan, model: ModelSpec, work: RankWork, layer: int, exchange
     sources = work.num_source_rows(exchange)
     if not plan.overlap_exchange or exchange not in ROW_EXCHANGES:
         return work.num_rows, sources, model.num_heads
-    own_rows = 0 if exchange is Exchange.HALO else work.num_rows  # a halo's sources hold them already
+    own_rows = 0 if exchange in HALO_EXCHANGES else work.num_rows  # a halo's sources hold them already
     return work.num_rows + group.num_boundary_rows, own_rows + sources, model.num_heads
 
 
@@ -252,6 +252,12 @@ def _message_bytes(plan: Plan, model: ModelSpec, work: RankWork, exchange: Excha
             rows_sent = sum(rows_in_message(rows, 0, each) for rows in group.rows_to)
             if plan.overlap_exchange:
                 rows_sent = sum(group.rows_to)
+        case Exchange.HIERARCHICAL_HALO:
+            assert group.host is not None, "such a plan's partition counts the rows of hosts"
+            # What the first exchange brought stays until it was copied before what is passed on.
+            held = sum(group.host.rows_from) + work.num_rows * (not plan.overlap_exchange)
+            passing = sum(group.host.passed_to) + held if len(group.host.ranks) > 1 else 0
+            rows_sent = max(sum(group.host.rows_to), passing)
         case Exchange.ALL_GATHER:
             most_rows = max(group.rows_by_rank)
             rows_sent = rows_in_message(most_rows, 0, each)

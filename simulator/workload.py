@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from simulator.exchange_tasks import AttentionLowering, EdgeCounts, GroupWork, Operation, same
+from simulator.exchange_tasks import AttentionLowering, EdgeCounts, GroupWork, HostWork, Operation, same
 from simulator.gradients import ReductionSchedule, ReductionTask, reduction_schedule
 from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.graph import GraphSpec
@@ -77,7 +77,7 @@ class RankWork:
         match exchange:
             case Exchange.NONE:
                 return self.num_rows
-            case Exchange.HALO:
+            case Exchange.HALO | Exchange.HIERARCHICAL_HALO:
                 return self.num_rows + sum(self.rows_from)
             case Exchange.ALL_GATHER:
                 return self.max_rows * len(self.rows_to)
@@ -201,6 +201,23 @@ def _group_work(plan: Plan, batch: tuple[int, ...], graph_rank: int, group: Grou
         edges=_edge_counts(plan, inside + outside, _edges_of_long_targets(plan, batch, mine)),
         inner_edges=_edge_counts(plan, inside, sum(parts[part].inner_edges_of_long_targets for part in mine)),
         outer_edges=_edge_counts(plan, outside, outer_targets),
+        host=_host_work(plan, graph_rank),
+    )
+
+
+def _host_work(plan: Plan, rank: int) -> HostWork | None:
+    """Return what a rank moves in a hierarchical exchange, which only full graphs have; None without one."""
+    if plan.ranks_per_host is None or not plan.is_full_graph:
+        return None
+    hosts = plan.partition.hosts
+    assert hosts is not None
+    ranks = hosts.ranks_of_host(rank)
+    return HostWork(
+        ranks=ranks,
+        rows_to=tuple(rows[rank] for rows in hosts.rows_from),
+        rows_from=hosts.rows_from[rank],
+        passed_to=tuple(hosts.passed_rows_from[other][rank] for other in ranks),
+        passed_from=tuple(hosts.passed_rows_from[rank][other] for other in ranks),
     )
 
 
@@ -481,6 +498,7 @@ class _RankLowering:
                 operation.dtype or self.plan.precision,
                 is_in_flight=operation.is_in_flight,
                 joins=operation.joins,
+                ranks=operation.ranks,
             )
 
     def _add_backward(self, operation: Operation) -> None:
@@ -493,6 +511,7 @@ class _RankLowering:
                 operation.dtype or self.plan.precision,
                 is_in_flight=operation.backward_is_in_flight,
                 joins=operation.backward_joins,
+                ranks=operation.ranks,
             )
         self._add_reductions(self._reductions.after_backward_of(operation.name))
 
@@ -511,12 +530,13 @@ class _RankLowering:
         result_of: str = "",
         is_in_flight: bool = False,
         joins: bool = False,
+        ranks: tuple[int, ...] = (),
     ) -> None:
         """Add a task behind the one before it, which none waits for that goes on beside the others.
 
         Args:
             result_of: name of a reduction beside the others that the task waits for.
-            is_in_flight, joins: as of an `Operation`.
+            is_in_flight, joins, ranks: as of an `Operation`.
         """
         stream = stream_of(kind)
         is_beside = kind.is_collective and phase is Phase.UPDATE and self.plan.overlap_gradients
@@ -537,7 +557,7 @@ class _RankLowering:
         group: tuple[int, ...] = ()
         if kind.is_collective:
             is_of_all = phase is Phase.UPDATE
-            group = tuple(range(self.plan.num_ranks)) if is_of_all else self.plan.graph_group(self.rank)
+            group = tuple(range(self.plan.num_ranks)) if is_of_all else ranks or self.plan.graph_group(self.rank)
         beyond_cache_ratio = None
         if kind is TaskKind.ATTENTION:
             beyond_cache_ratio = beyond_cache_ratio_of(self.plan, shape, self.cluster)

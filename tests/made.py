@@ -7,6 +7,7 @@ from math import prod
 from simulator.specs.calibration import Calibration, CollectiveSample, ComputeSample
 from simulator.specs.cluster import ClusterSpec, DeviceKind, DeviceSpec, LinkSpec
 from simulator.specs.graph import GraphFile, GraphSpec
+from simulator.specs.hosts import HostRows
 from simulator.specs.model import ModelSpec
 from simulator.specs.plan import (
     Exchange,
@@ -315,6 +316,26 @@ def equal_parts(
             for part in range(num_parts)
         ]
     )
+
+
+def three_parts_on_two_hosts() -> PartitionSpec:
+    """Return parts of 10, 20 and 30 nodes of ranks 0 and 1, which share a host, and 2, which has one of its own.
+
+    Rank 0 needs 4 rows of rank 2, of which it takes 2 and passes one on; rank 1 needs 3, takes 2 and passes both on.
+    """
+    cut = made_partition(
+        [
+            made_part(10, [5, 7, 9], [0, 2, 4], boundary_nodes_from=[0, 3, 6]),
+            made_part(20, [8, 4, 6], [1, 0, 3], boundary_nodes_from=[2, 0, 5]),
+            made_part(30, [7, 3, 2], [2, 2, 0], boundary_nodes_from=[4, 3, 0]),
+        ]
+    )
+    hosts = HostRows(
+        ranks_per_host=2,
+        rows_from=((0, 2, 2), (1, 0, 2), (2, 2, 0)),
+        passed_rows_from=((0, 2, 0), (1, 0, 0), (0, 0, 0)),
+    )
+    return dataclasses.replace(cut, hosts=hosts)
 
 
 def made_plan(partition: PartitionSpec, *, num_layers: int = 2, **fields: object) -> Plan:

@@ -20,6 +20,7 @@ from simulator.specs.graph import (
     GraphSpec,
     RmatGraph,
 )
+from simulator.specs.hosts import HostRows
 from simulator.specs.model import EdgeBias, ModelSpec
 from simulator.specs.order import NodeOrder, OrderSpec, RankedOrder
 from simulator.specs.plan import (
@@ -345,13 +346,33 @@ def partitions(draw: st.DrawFn, num_parts: int | None = None) -> PartitionSpec:
         num_parts = draw(st.integers(1, 6))
     filled = draw(st.integers(0, num_parts - 1))  # any part may be empty, but not all
     methods = [method for method in PartitionMethod if (method == PartitionMethod.SINGLE) == (num_parts == 1)]
+    drawn = tuple(draw(parts(num_parts, index, int(index == filled))) for index in range(num_parts))
     return PartitionSpec(
         method=draw(st.sampled_from(methods)),
         seed=draw(seeds),
         path="" if num_parts == 1 else draw(texts),
         sha256=draw(sha256s),
-        parts=tuple(draw(parts(num_parts, index, int(index == filled))) for index in range(num_parts)),
+        parts=drawn,
+        hosts=draw(st.none() | host_rows_of(drawn)),
     )
+
+
+@st.composite
+def host_rows_of(draw: st.DrawFn, cut: tuple[PartSpec, ...]) -> HostRows:
+    """Draw which of the halo rows of parts come from their owners, and which from ranks of the own host."""
+    ranks_per_host = draw(st.integers(1, len(cut)))
+    rows_from, passed_from = [], []
+    for rank, part in enumerate(cut):
+        first = rank - rank % ranks_per_host
+        mates = [other for other in range(first, min(first + ranks_per_host, len(cut))) if other != rank]
+        taken, passed = list(part.halo_rows_from), [0] * len(cut)
+        for owner, rows in enumerate(part.halo_rows_from):
+            if mates and owner != rank and owner not in mates:
+                taken[owner] = draw(st.integers(0, rows))
+                passed[draw(st.sampled_from(mates))] += rows - taken[owner]
+        rows_from.append(tuple(taken))
+        passed_from.append(tuple(passed))
+    return HostRows(ranks_per_host=ranks_per_host, rows_from=tuple(rows_from), passed_rows_from=tuple(passed_from))
 
 
 file_orders = st.builds(
@@ -379,12 +400,16 @@ def plans_for(draw: st.DrawFn, num_layers: int | None = None) -> Plan:
         num_layers = draw(st.integers(1, 4))
     graph_parallel_degree = draw(st.integers(1, 4))
     num_batches = draw(st.integers(1, 3))
+    replicas = draw(st.integers(1, 3))
+    partition = draw(partitions(graph_parallel_degree * num_batches))
     exchanges = [exchange for exchange in Exchange if (exchange == Exchange.NONE) == (graph_parallel_degree == 1)]
     is_kept = draw(st.booleans()) if graph_parallel_degree == 1 and num_batches > 1 else False
+    if Exchange.HIERARCHICAL_HALO in exchanges and (partition.hosts is None or num_batches > 1 or replicas > 1):
+        exchanges.remove(Exchange.HIERARCHICAL_HALO)
     return Plan(
-        data_parallel_degree=draw(st.integers(1, 3)),
+        data_parallel_degree=replicas,
         graph_parallel_degree=graph_parallel_degree,
-        partition=draw(partitions(graph_parallel_degree * num_batches)),
+        partition=partition,
         parts_per_batch=graph_parallel_degree,
         exchange=draw(st.tuples(*[st.sampled_from(exchanges)] * num_layers)),
         recompute=draw(st.tuples(*[st.sampled_from(Recompute)] * num_layers)),

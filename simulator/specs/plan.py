@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from simulator.specs.checks import require, require_at_least, require_length, require_positive, require_share
 from simulator.specs.gradients import GradientCompression
+from simulator.specs.hosts import HostRows
 from simulator.specs.order import OrderSpec
 from simulator.specs.units import MIB, Dtype
 
@@ -16,6 +17,7 @@ class Exchange(StrEnum):
 
     NONE = "none"  # the group is one rank
     HALO = "halo"  # only rows that a rank needs travel, by an all-to-all with uneven splits
+    HIERARCHICAL_HALO = "hierarchical_halo"  # the same, but a row crosses to another host once, and is passed on there
     ALL_GATHER = "all_gather"  # every rank gets every row
     HEAD_ALL_TO_ALL = "head_all_to_all"  # every rank gets all rows of the heads that it owns, and sends them back
 
@@ -28,7 +30,9 @@ class ExchangePayload(StrEnum):
 
 
 # What brings rows of others to a rank, which its own nodes then attend to.
-ROW_EXCHANGES = frozenset({Exchange.HALO, Exchange.ALL_GATHER})
+ROW_EXCHANGES = frozenset({Exchange.HALO, Exchange.HIERARCHICAL_HALO, Exchange.ALL_GATHER})
+# Of these, what brings only the rows that the own nodes attend to.
+HALO_EXCHANGES = frozenset({Exchange.HALO, Exchange.HIERARCHICAL_HALO})
 
 
 class Recompute(StrEnum):
@@ -110,6 +114,7 @@ class PartitionSpec:
         path: the partition file, relative to the plan's folder; empty when there is one part.
         sha256: hash of the node-to-part array.
         parts: the parts in numbers.
+        hosts: rows between ranks when each row of another host enters a host once; None where nobody asked.
     """
 
     method: PartitionMethod
@@ -117,9 +122,12 @@ class PartitionSpec:
     path: str
     sha256: str
     parts: tuple[PartSpec, ...]
+    hosts: HostRows | None = None
 
     def __post_init__(self) -> None:
         require_positive(num_parts=len(self.parts))
+        if self.hosts is not None:
+            self._require_hosts_fit(self.hosts)
         for part in self.parts:
             require_length(
                 len(self.parts),
@@ -129,6 +137,13 @@ class PartitionSpec:
                 edges_of_long_sources_from=part.edges_of_long_sources_from,
                 boundary_nodes_from=part.boundary_nodes_from,
             )
+
+    def _require_hosts_fit(self, hosts: HostRows) -> None:
+        require_length(len(self.parts), hosts=hosts.rows_from)
+        for index, part in enumerate(self.parts):
+            rows = sum(hosts.rows_from[index]) + sum(hosts.passed_rows_from[index])
+            rule = f"must bring part {index} as many rows as it has halo rows, {part.num_halo_rows}"
+            require(rows == part.num_halo_rows, "hosts", rule, rows)
 
     @property
     def num_parts(self) -> int:
@@ -310,6 +325,12 @@ class Plan:
             return max(-(-self.num_train_nodes // (self.sampled.seeds_per_batch * self.data_parallel_degree)), 1)
         parts_per_step = self.parts_per_batch * self.data_parallel_degree
         return -(-self.partition.num_parts // parts_per_step)
+
+    @property
+    def ranks_per_host(self) -> int | None:
+        """Ranks of a host that a hierarchical exchange counts on; None without one, when any will do."""
+        hosts = self.partition.hosts
+        return hosts.ranks_per_host if hosts and Exchange.HIERARCHICAL_HALO in self.exchange else None
 
     def overlaps(self, layer: int) -> bool:
         """Return whether attention of a layer runs while its exchange is under way."""

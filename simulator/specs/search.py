@@ -25,7 +25,8 @@ class SearchSpec:
 
     Attributes:
         num_ranks: numbers of ranks to try; empty for every power of two up to the cluster, and the cluster.
-        batches, exchanges, recomputes, precisions: choices to try.
+        batches, exchanges, recomputes, precisions: choices to try; a hierarchical exchange only on full graphs that
+            several hosts share.
         exchange_overlaps, exchange_payloads: choices to try where rows of others travel.
         exchange_precisions: number formats to try of what travels, beside that of the plan; skipped where not shorter.
         exchange_chunk_bytes: bound of a message to try beside none, for plans whose buffers would not fit; 0 for none.
@@ -44,7 +45,12 @@ class SearchSpec:
 
     num_ranks: tuple[int, ...] = ()
     batches: tuple[BatchKind, ...] = (BatchKind.FULL_GRAPH,)
-    exchanges: tuple[Exchange, ...] = (Exchange.HALO, Exchange.ALL_GATHER, Exchange.HEAD_ALL_TO_ALL)
+    exchanges: tuple[Exchange, ...] = (
+        Exchange.HALO,
+        Exchange.HIERARCHICAL_HALO,
+        Exchange.ALL_GATHER,
+        Exchange.HEAD_ALL_TO_ALL,
+    )
     recomputes: tuple[Recompute, ...] = (Recompute.NONE, Recompute.LAYER)
     precisions: tuple[Dtype, ...] = (Dtype.FLOAT32,)
     exchange_overlaps: tuple[bool, ...] = (False, True)

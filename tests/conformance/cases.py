@@ -18,6 +18,7 @@ from executor.launch import launch, meet
 from executor.mesh import joined_mesh
 from executor.record import Recorder
 from executor.train import Inputs, Trainer
+from planner.hosts import host_rows
 from planner.neighbourhoods import expected_batches
 from planner.partition import part_specs
 from simulator.constraints import violations
@@ -68,6 +69,7 @@ class Case:
         overlaps, payload, wire, chunk_bytes: how rows travel, as in the plan.
         fan_outs, seeds_per_batch: of sampled neighbourhoods; empty and 0 for batches of parts.
         between_edges, keep_batches, prefetch_batches: as in `Plan`.
+        ranks_per_host: for hierarchical exchanges; None for one host.
     """
 
     data_parallel_degree: int = 1
@@ -92,10 +94,12 @@ class Case:
     between_edges: bool = True
     keep_batches: bool = False
     prefetch_batches: int = 0
+    ranks_per_host: int | None = None
     step: int = 1
 
 
 HALO, GATHER, HEADS = Exchange.HALO, Exchange.ALL_GATHER, Exchange.HEAD_ALL_TO_ALL
+HIERARCHICAL = Exchange.HIERARCHICAL_HALO
 ROWS, HALF = ExchangePayload.ROWS, Dtype.BFLOAT16
 KEEP, AGAIN = Recompute.NONE, Recompute.LAYER
 IN_BF16 = GradientCompression(kind=CompressionKind.BF16)
@@ -261,6 +265,34 @@ CASES = {
         has_empty_part=True,
         model=dataclasses.replace(MODEL, **SEVEN_HEADS),
     ),
+    "hierarchical": Case(graph_parallel_degree=3, exchange=(HIERARCHICAL, HALO), model=DROPOUT, ranks_per_host=2),
+    "hierarchical, overlapped, of rows, everything": Case(
+        graph_parallel_degree=3,
+        exchange=(HIERARCHICAL, GATHER, HIERARCHICAL),
+        recompute=(AGAIN, KEEP, KEEP),
+        model=EVERYTHING,
+        overlaps=True,
+        payload=ROWS,
+        ranks_per_host=2,
+    ),
+    "hierarchical, exchange in bf16": Case(
+        graph_parallel_degree=3,
+        exchange=(HIERARCHICAL, HIERARCHICAL),
+        recompute=(AGAIN, KEEP),
+        wire=HALF,
+        ranks_per_host=2,
+    ),
+    "hierarchical, overlapped, exchange in bf16, a rank without nodes": Case(
+        graph_parallel_degree=4,
+        exchange=(HIERARCHICAL, HIERARCHICAL),
+        overlaps=True,
+        wire=HALF,
+        has_empty_part=True,
+        ranks_per_host=2,
+    ),
+    "hierarchical, hosts of one rank": Case(
+        graph_parallel_degree=2, exchange=(HIERARCHICAL, HIERARCHICAL), overlaps=True, ranks_per_host=1
+    ),
     "buckets beside the backward pass, everything": Case(
         graph_parallel_degree=2,
         exchange=(HALO, GATHER, HALO),
@@ -314,8 +346,8 @@ CASES = {
 }
 
 
-def cluster_of(kind: DeviceKind) -> ClusterSpec:
-    """Return a host with two devices; what is lowered depends on their kind alone."""
+def cluster_of(kind: DeviceKind, *, num_hosts: int = 1, devices_per_host: int = 2) -> ClusterSpec:
+    """Return hosts, one with two devices unless told otherwise; what is lowered depends on their kind alone."""
     device = DeviceSpec(
         kind=kind,
         name="any",
@@ -325,7 +357,12 @@ def cluster_of(kind: DeviceKind) -> ClusterSpec:
         bf16_flops_per_second=TERA,
     )
     return ClusterSpec(
-        name="two", num_hosts=1, devices_per_host=2, device=device, device_link=NVLINK4, host_link=NVLINK4
+        name="made",
+        num_hosts=num_hosts,
+        devices_per_host=devices_per_host,
+        device=device,
+        device_link=NVLINK4,
+        host_link=NVLINK4,
     )
 
 
@@ -365,7 +402,9 @@ def prepare(folder: Path, kind: DeviceKind, names: Sequence[str] = tuple(CASES))
         num_parts = case.num_parts or case.graph_parallel_degree
         part_N = _parts(graph.num_nodes, num_parts, has_empty_part=case.has_empty_part)
         plan = _plan(case, graph, part_N, num_parts)
-        assert not violations(plan, spec, case.model, cluster_of(kind)), name
+        per_host = case.ranks_per_host or plan.num_ranks
+        cluster = cluster_of(kind, num_hosts=-(-plan.num_ranks // per_host), devices_per_host=per_host)
+        assert not violations(plan, spec, case.model, cluster), name
         encodings = None
         if case.model.num_encodings:
             shape = (graph.num_nodes, case.model.num_encodings)
@@ -403,6 +442,9 @@ def _plan(case: Case, graph: Graph, part_N: np.ndarray, num_parts: int) -> Plan:
         path="",
         sha256=parts_sha256(part_N),
         parts=part_specs(graph, part_N, num_parts),
+        hosts=None
+        if case.ranks_per_host is None
+        else host_rows(graph, part_N, num_parts, ranks_per_host=case.ranks_per_host),
     )
     return Plan(
         data_parallel_degree=case.data_parallel_degree,
@@ -479,6 +521,7 @@ def _run_case(prepared: Prepared, store: Store, rank: int) -> ObservedStep:
         local_rank=int(os.environ.get("LOCAL_RANK", rank)),
         data_parallel_degree=plan.data_parallel_degree,
         graph_parallel_degree=plan.graph_parallel_degree,
+        ranks_per_host=plan.ranks_per_host,
     ) as place:
         recorder = Recorder(annotate=True, precision=plan.precision)
         trainer = Trainer(plan, prepared.spec, case.model, TRAIN, prepared.inputs, place, recorder)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import scipy.sparse
 
+from planner.hosts import host_rows
 from planner.partition import part_specs
 from simulator.readers.features import Features
 from simulator.readers.graphs import Graph
@@ -138,15 +139,19 @@ CUTS: dict[str, Callable[[Graph, int], np.ndarray]] = {
 }
 
 
-def partition_of(graph: Graph, part_N: np.ndarray, num_parts: int) -> PartitionSpec:
+def partition_of(
+    graph: Graph, part_N: np.ndarray, num_parts: int, *, ranks_per_host: int | None = None
+) -> PartitionSpec:
     """Return a cut in numbers; its array lies in no file."""
     part_N = part_N.astype(np.int32)
+    hosts = None if ranks_per_host is None else host_rows(graph, part_N, num_parts, ranks_per_host=ranks_per_host)
     return PartitionSpec(
         method=PartitionMethod.SINGLE if num_parts == 1 else PartitionMethod.METIS,
         seed=0,
         path="",
         sha256=parts_sha256(part_N),
         parts=part_specs(graph, part_N, num_parts),
+        hosts=hosts,
     )
 
 

@@ -29,7 +29,7 @@ from tests.executor.made_graphs import CUTS, GRAPHS, partition_of, spec_of
 
 NUM_STEPS = 20
 MOST_RANKS = 4
-NONE, HALO, ALL_GATHER, HEADS = Exchange
+NONE, HALO, HIERARCHICAL, ALL_GATHER, HEADS = Exchange
 ROWS = ExchangePayload.ROWS
 KEEP, AGAIN = Recompute
 AS_THEY_ARE = GradientCompression()
@@ -55,6 +55,7 @@ class ParityCase:
         fan_outs: of sampled neighbourhoods; empty for batches of parts.
         seeds_per_batch: of a replica, where neighbourhoods are sampled.
         keep_batches, prefetch_batches: as in `Plan`.
+        ranks_per_host: for hierarchical exchanges.
     """
 
     graph_name: str = "awkward"
@@ -81,6 +82,7 @@ class ParityCase:
     seeds_per_batch: int = 0
     keep_batches: bool = False
     prefetch_batches: int = 0
+    ranks_per_host: int | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -134,7 +136,7 @@ class ParityCase:
         return Plan(
             data_parallel_degree=self.data_parallel_degree,
             graph_parallel_degree=self.graph_parallel_degree,
-            partition=partition_of(self.graph, self.part_N, self._num_parts),
+            partition=partition_of(self.graph, self.part_N, self._num_parts, ranks_per_host=self.ranks_per_host),
             parts_per_batch=self._num_parts if self.fan_outs else self.parts_per_batch or self.graph_parallel_degree,
             exchange=self.exchange,
             recompute=self.recompute,
@@ -422,6 +424,43 @@ def _several_ranks() -> dict[str, ParityCase]:
     }
 
 
+def _hierarchical() -> dict[str, ParityCase]:
+    """Return hierarchical exchanges on hosts of equal and unequal numbers of ranks."""
+    extras: dict[str, Any] = {"extras": True, "recompute": (KEEP, AGAIN)}
+    two_hosts = ParityCase(graph_parallel_degree=4, exchange=(HIERARCHICAL, HIERARCHICAL), ranks_per_host=2)
+    uneven = replace(two_hosts, graph_parallel_degree=3)
+    hosts_of_one = replace(uneven, ranks_per_host=1)
+    return {
+        "2 hosts of 2 ranks, hierarchical": two_hosts,
+        "2 hosts of 2 ranks, hierarchical, all extras": replace(two_hosts, graph_name="sparse", ordered=True, **extras),
+        "2 hosts of 2 ranks, hierarchical, overlapped": replace(two_hosts, overlaps=True),
+        "2 hosts of 2 ranks, hierarchical, overlapped, again": replace(two_hosts, overlaps=True),
+        "2 hosts of 2 ranks, hierarchical of rows": replace(two_hosts, payload=ROWS, **extras),
+        "2 hosts of 2 ranks, hierarchical of rows, overlapped": replace(
+            two_hosts, payload=ROWS, overlaps=True, **extras
+        ),
+        "2 hosts of 2 ranks, hierarchical and halo, buckets beside": replace(
+            two_hosts,
+            exchange=(HALO, HIERARCHICAL),
+            overlaps=True,
+            overlap_gradients=True,
+            gradient_bucket_bytes=SMALL_BUCKETS,
+        ),
+        "2 hosts of 2 ranks, hierarchical, a part without edges": replace(two_hosts, cut="lonely last", overlaps=True),
+        "2 hosts of 2 ranks, hierarchical, no edges": replace(two_hosts, graph_name="edgeless"),
+        "2 hosts of 2 ranks on two nodes, hierarchical": replace(two_hosts, graph_name="two nodes", cut="by node"),
+        "hosts of 2 ranks and 1, hierarchical": uneven,
+        "hosts of 2 ranks and 1, hierarchical of rows, overlapped": replace(
+            uneven, payload=ROWS, overlaps=True, **extras
+        ),
+        "hosts of 3 ranks and 1, hierarchical and all-gather": replace(
+            two_hosts, exchange=(HIERARCHICAL, ALL_GATHER), ranks_per_host=3, ordered=True, **extras
+        ),
+        "3 hosts of 1 rank, hierarchical": hosts_of_one,
+        "3 hosts of 1 rank, hierarchical, overlapped": replace(hosts_of_one, overlaps=True, **extras),
+    }
+
+
 def _beside_the_backward_pass() -> dict[str, ParityCase]:
     halo = ParityCase(
         graph_parallel_degree=2, exchange=(HALO, HALO), overlap_gradients=True, gradient_bucket_bytes=SMALL_BUCKETS
@@ -533,6 +572,8 @@ def _bfloat16() -> dict[str, ParityCase]:
                 ("overlapped", (HALO, ALL_GATHER), {"overlaps": True, "chunk_bytes": 600}),
                 ("of rows, overlapped", (HALO, ALL_GATHER), {"overlaps": True, "payload": ROWS}),
                 ("heads", (HEADS, HEADS), {}),
+                ("hierarchical", (HIERARCHICAL, HIERARCHICAL), {"ranks_per_host": 2}),
+                ("hierarchical, overlapped", (HIERARCHICAL, HALO), {"ranks_per_host": 2, "overlaps": True}),
             )
         },
         "2 replicas, bf16": ParityCase(graph_name="sparse", data_parallel_degree=2, num_parts=5, precision=half),
@@ -581,7 +622,13 @@ def _lossy() -> dict[str, ParityCase]:
     }
 
 
-EXACT_CASES = {**_one_rank(), **_several_ranks(), **_beside_the_backward_pass(), **_loaded_and_beside()}
+EXACT_CASES = {
+    **_one_rank(),
+    **_several_ranks(),
+    **_hierarchical(),
+    **_beside_the_backward_pass(),
+    **_loaded_and_beside(),
+}
 ROUNDED_CASES = _bfloat16()
 LOSSY_CASES = _lossy()
 CASES = {**EXACT_CASES, **ROUNDED_CASES, **LOSSY_CASES}

@@ -72,6 +72,7 @@ def _run_case(case: ParityCase, store: Store, rank: int) -> RankResult:
         local_rank=rank,
         data_parallel_degree=case.data_parallel_degree,
         graph_parallel_degree=case.graph_parallel_degree,
+        ranks_per_host=case.plan.ranks_per_host,
     ) as place:
         return _train(case, place)
 

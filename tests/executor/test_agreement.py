@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in __all__
 
-from executor.agreement import Rows, Sizes, disagreement, require_agreement
+from executor.agreement import Rows, Sizes, disagreement, misplacement, require_agreement
 from simulator.errors import PlanError
 
 
@@ -49,6 +49,20 @@ def test_groups_side_by_side_are_compared_each_for_itself():
     assert disagreement([*FITTING, *pair]) == ""
     wrong = sizes((2, 0), (7, 0), ranks=(2, 3))
     assert disagreement([*FITTING, pair[0], wrong]) == "rank 2 sends 1 rows to rank 3 in step 1, but that expects 7"
+
+
+def test_a_rank_on_another_host_than_its_hierarchical_exchange_counts_on_is_named():
+    def started(*hosts: int, ranks_per_host: int | None = 2) -> list[Sizes]:
+        return [replace(FITTING[0], host=host, ranks_per_host=ranks_per_host) for host in hosts]
+
+    assert misplacement(started(0, 0, 1, 1)) == ""
+    assert misplacement(started(0, 0, 1)) == ""
+    assert misplacement(started(0, 0, 0, 0, ranks_per_host=None)) == ""
+    assert misplacement(started(0, 0, 0, 1)) == (
+        "rank 2 was started on host 0, but the plan's hierarchical exchange has it on host 1: start 2 ranks a host, or "
+        "plan for these hosts"
+    )
+    assert "rank 1 was started on host 1" in misplacement(started(0, 1, 2, 3))
 
 
 def test_all_ranks_give_the_same_reason():

@@ -132,8 +132,17 @@ def test_ranks_agree_to_the_last_bit(name, parity_folder):
         assert torch.equal(flat(other.trained), flat(results[0].trained))
 
 
+def test_a_hierarchical_exchange_trains_to_the_same_bits_again(parity_folder):
+    name = "2 hosts of 2 ranks, hierarchical, overlapped"
+    first, again = (result_of(parity_folder, each, 0) for each in (name, f"{name}, again"))
+    assert first.losses == again.losses
+    assert torch.equal(flat(first.trained), flat(again.trained))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_every_case_is_a_plan_that_can_run(name):
     case = CASES[name]
-    cluster = replace(BUILT_IN_CLUSTERS["h200x8"], devices_per_host=case.num_ranks)
+    per_host = case.ranks_per_host or case.num_ranks
+    num_hosts = -(-case.num_ranks // per_host)
+    cluster = replace(BUILT_IN_CLUSTERS["h200x8"], num_hosts=num_hosts, devices_per_host=per_host)
     assert violations(case.plan, case.graph_spec, case.model, cluster) == []

@@ -21,7 +21,7 @@ from simulator.readers.orders import read_order
 from simulator.readers.partitions import read_partition
 from simulator.simulation import simulate
 from simulator.specs.calibration import Calibration
-from simulator.specs.cluster import ClusterSpec
+from simulator.specs.cluster import ClusterSpec, LinkSpec
 from simulator.specs.decision import PlanFile
 from simulator.specs.document import content_sha256
 from simulator.specs.graph import GraphFile, GraphSpec
@@ -164,6 +164,8 @@ def all_plans(cluster: ClusterSpec, search: SearchSpec, folder: Path, num_layers
             for exchange, overlaps, payload in ways if group > 1 else [(Exchange.NONE, False, plain)]:
                 if exchange is Exchange.HEAD_ALL_TO_ALL and (overlaps or payload is not plain):
                     continue
+                if exchange is Exchange.HIERARCHICAL_HALO and cluster.num_hosts == 1:
+                    continue
                 plans.append(
                     Plan(
                         data_parallel_degree=replicas,
@@ -239,6 +241,25 @@ def test_the_exchange_follows_the_halo(folder):
         halo_rows = max(part.num_halo_rows for part in file.plan.partition.parts)
         assert file.plan.exchange == (expected,) * 2
         assert (2 * halo_rows > 4 * NUM_NODES / 4) == (expected is Exchange.HEAD_ALL_TO_ALL)
+
+
+def test_rows_cross_between_hosts_once_where_their_link_is_slow(folder):
+    slow = LinkSpec(latency_seconds=1e-6, bandwidth_bytes_per_second=1e4)
+    cluster = made_cluster(num_hosts=2, devices_per_host=2, host_link=slow)
+    search = SearchSpec(
+        num_ranks=(4,),
+        exchanges=(Exchange.HALO, Exchange.HIERARCHICAL_HALO),
+        exchange_payloads=(ExchangePayload.KEYS_AND_VALUES,),
+    )
+    file = found(folder, search=search, cluster=cluster)
+    assert file.plan.exchange == (Exchange.HIERARCHICAL_HALO,) * 2
+    hosts = file.plan.partition.hosts
+    assert hosts is not None
+    assert hosts.ranks_per_host == 2
+    # On one host, and where only flat exchanges are asked for, nobody counts.
+    assert found(folder, search=search).plan.partition.hosts is None
+    flat = dataclasses.replace(search, exchanges=(Exchange.HALO,))
+    assert found(folder, search=flat, cluster=cluster).plan.partition.hosts is None
 
 
 # --- What else the file says.

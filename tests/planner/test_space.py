@@ -20,7 +20,7 @@ from simulator.specs.plan import (
 )
 from simulator.specs.search import BatchKind, SearchSpec
 from simulator.specs.units import MIB, Dtype
-from tests.made import equal_parts, graph_of, made_cluster, made_model
+from tests.made import equal_parts, graph_of, made_cluster, made_model, three_parts_on_two_hosts
 
 FULL, CLUSTERS, ISOLATED, SAMPLED = BatchKind
 ONE_WAY: dict[str, Any] = {"exchange_overlaps": (False,), "exchange_payloads": (ExchangePayload.KEYS_AND_VALUES,)}
@@ -175,6 +175,30 @@ def test_every_way_in_which_rows_travel_is_there_once_plain_ones_first():
     assert len(set(found)) == len(found)
     assert set(found) == {(*way, *numbers, chunk) for way in ways for numbers in formats for chunk in (None, 2**20)}
     assert found[0] == (Exchange.HALO, False, kv, Dtype.FLOAT32, None, None)
+
+
+def test_a_hierarchical_exchange_is_tried_on_full_graphs_whose_hosts_were_counted():
+    counted = three_parts_on_two_hosts()
+    plans = list(
+        candidates(
+            graph_of(counted),
+            made_model(),
+            made_cluster(num_hosts=2, devices_per_host=2),
+            SearchSpec(num_ranks=(3,), recomputes=(Recompute.NONE,), exchange_chunk_bytes=2**20, batches=(FULL,)),
+            lambda _: counted,
+        )
+    )
+    hierarchical = [plan for plan in plans if plan.exchange[0] is Exchange.HIERARCHICAL_HALO]
+    # Beside or not, of keys and values or of rows, but never in chunks; other plans need no counts of hosts.
+    assert {(plan.overlap_exchange, plan.exchange_payload) for plan in hierarchical} == set(
+        itertools.product((False, True), ExchangePayload)
+    )
+    assert all(plan.exchange_chunk_bytes is None and plan.partition == counted for plan in hierarchical)
+    assert all(plan.partition.hosts is None for plan in plans if plan not in hierarchical)
+    assert {plan.exchange[0] for plan in plans_of(num_ranks=(2, 4))} == set(Exchange) - {
+        Exchange.NONE,
+        Exchange.HIERARCHICAL_HALO,
+    }
 
 
 def test_one_rank_exchanges_nothing_whatever_exchanges_are_allowed():

@@ -1,4 +1,5 @@
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -8,7 +9,16 @@ from simulator.specs.gradients import CompressionKind, GradientCompression
 from simulator.specs.plan import Exchange, ExchangePayload, Plan, Recompute, StepMode
 from simulator.specs.train import TrainSpec
 from simulator.specs.units import Dtype
-from tests.made import equal_parts, graph_of, made_cluster, made_model, made_plan, made_sampled, made_sampled_plan
+from tests.made import (
+    equal_parts,
+    graph_of,
+    made_cluster,
+    made_model,
+    made_plan,
+    made_sampled,
+    made_sampled_plan,
+    three_parts_on_two_hosts,
+)
 
 FOUR = equal_parts(4, num_nodes=400, num_edges=1600, halo_rows=10)
 GRAPH = graph_of(FOUR)
@@ -241,7 +251,7 @@ def test_steps_on_samples_are_not_replayed():
 def test_choices_of_how_rows_travel_need_an_exchange_that_has_them():
     # Case R23: no option without effect.
     heads = (Exchange.HEAD_ALL_TO_ALL,) * 2
-    where = "when no layer exchanges by all_gather or halo"
+    where = "when no layer exchanges by all_gather or halo or hierarchical_halo"
     assert reasons(made_plan(FOUR, exchange=heads, overlap_exchange=True)) == [
         f"overlap_exchange must be false {where}: attention by heads needs all rows before it begins"
     ]
@@ -289,3 +299,42 @@ def test_heads_need_not_divide_by_ranks():
     plan = made_plan(partition, exchange=(Exchange.HEAD_ALL_TO_ALL,) * 2)
     cluster = made_cluster(devices_per_host=5)
     assert violations(plan, graph_of(partition), made_model(num_heads=4), cluster) == []
+
+
+# --- Hosts.
+
+HOSTS = three_parts_on_two_hosts()
+
+
+def reasons_on_hosts(*, num_hosts: int = 2, devices_per_host: int = 2, **fields: object) -> list[str]:
+    choices: dict[str, Any] = {"exchange": (Exchange.HIERARCHICAL_HALO, Exchange.HALO), "partition": HOSTS, **fields}
+    plan = made_plan(choices.pop("partition"), **choices)
+    cluster = made_cluster(num_hosts=num_hosts, devices_per_host=devices_per_host)
+    return violations(plan, graph_of(HOSTS), made_model(), cluster)
+
+
+def test_a_hierarchical_exchange_counts_on_the_hosts_of_the_cluster():
+    assert reasons_on_hosts() == []
+    assert reasons_on_hosts(num_hosts=3, devices_per_host=1) == [
+        "partition.hosts.ranks_per_host must equal devices_per_host = 1 of the cluster, got 2: plan again for this "
+        "cluster"
+    ]
+    assert reasons_on_hosts(num_hosts=1, devices_per_host=4) == [
+        "exchange must not be hierarchical_halo when all 3 ranks sit on one host of 4 devices: use halo",
+        "partition.hosts.ranks_per_host must equal devices_per_host = 4 of the cluster, got 2: plan again for this "
+        "cluster",
+    ]
+    assert reasons_on_hosts(partition=dataclasses.replace(HOSTS, hosts=None)) == [
+        "partition.hosts must count the rows of hosts with hierarchical_halo, got none: plan again"
+    ]
+
+
+def test_a_hierarchical_exchange_has_the_full_graph_and_no_chunks():
+    assert reasons_on_hosts(exchange_chunk_bytes=1000) == [
+        "exchange_chunk_bytes must be left out with hierarchical_halo, got 1000: it sends no chunks; use halo where "
+        "buffers would not fit"
+    ]
+    assert reasons_on_hosts(graph_parallel_degree=2, parts_per_batch=2, devices_per_host=1)[0] == (
+        "plan.parts_per_batch=2 must be all 3 parts with hierarchical_halo: what a host needs depends on the parts "
+        "that meet there; use halo"
+    )

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from simulator.exchanges import first_head, head_counts, num_messages, rows_in_message, rows_per_message
 from simulator.simulation import simulate
-from simulator.specs.model import ModelSpec
+from simulator.specs.cluster import LinkSpec
+from simulator.specs.model import EdgeBias, ModelSpec
 from simulator.specs.plan import Exchange, ExchangePayload, Plan
 from simulator.specs.program import Phase, Stream, Task, TaskKind
 from simulator.specs.units import Dtype
@@ -23,6 +24,7 @@ from tests.made import (
     made_part,
     made_partition,
     made_plan,
+    three_parts_on_two_hosts,
 )
 from tests.strategies import models, partitions
 
@@ -315,3 +317,98 @@ def test_a_plan_without_room_for_a_row_has_no_messages(drawn):
     plan, model = drawn
     tiny = dataclasses.replace(plan, exchange_chunk_bytes=1)
     assert {rows_per_message(tiny, model, exchange) for exchange in plan.exchange} == {0}
+
+
+# --- Hosts.
+
+HOSTS = three_parts_on_two_hosts()
+TWO_HOSTS = made_cluster(num_hosts=2, devices_per_host=2)
+
+
+def hierarchical_tasks(*, rank: int, **fields: Any) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """Return name, shape and group of what moves rows in a layer."""
+    plan = made_plan(HOSTS, num_layers=1, exchange=(Exchange.HIERARCHICAL_HALO,), **fields)
+    tasks = lower(
+        plan, graph_of(HOSTS), made_model(width=8, num_heads=2, num_layers=1, edge_bias=EdgeBias.NONE), TWO_HOSTS
+    )
+    moving = (TaskKind.HALO_PACK, TaskKind.ALL_TO_ALL, TaskKind.COPY_ROWS)
+    return [
+        (task.name.removeprefix("layer0."), task.shape, task.group)
+        for task in tasks.tasks[rank]
+        if task.kind in moving and "queries" not in task.name
+    ]
+
+
+def test_a_hierarchical_halo_by_hand():
+    # Rows of keys and values, 16 numbers in fp32. Rank 0 sends 1 row to rank 1 and 2 to rank 2, and gets 2 of each. It
+    # then passes 1 row on and gets 2. Its 10 own rows lie before those that came.
+    row, group, host = 16 * 4, (0, 1, 2), (0, 1)
+    assert hierarchical_tasks(rank=0) == [
+        ("pack", (10, 3, 16), ()),
+        ("exchange", (0, 1 * row, 2 * row), group),
+        ("host_pack", (10 + 4, 1, 16), ()),
+        ("host_exchange", (0, 1 * row), host),
+        ("host_exchange.backward", (0, 2 * row), host),
+        ("host_pack.backward", (10 + 4, 1, 16), ()),
+        ("exchange.backward", (0, 2 * row, 2 * row), group),
+        ("pack.backward", (10, 3, 16), ()),
+    ]
+    # Rank 2 has nobody to pass rows on to.
+    assert hierarchical_tasks(rank=2) == [
+        ("pack", (30, 4, 16), ()),
+        ("exchange", (2 * row, 2 * row, 0), group),
+        ("exchange.backward", (2 * row, 2 * row, 0), group),
+        ("pack.backward", (30, 4, 16), ()),
+    ]
+
+
+def test_an_overlapped_hierarchical_halo_in_another_format_by_hand():
+    row, group, host = 8 * 2, (0, 1, 2), (0, 1)
+    found = hierarchical_tasks(rank=1, overlap_exchange=True, exchange_payload=ROWS, exchange_precision=Dtype.BFLOAT16)
+    assert found == [
+        ("pack", (0, 4, 8), ()),
+        ("narrow", (4, 8), ()),
+        ("exchange", (2 * row, 0, 2 * row), group),
+        ("widen", (3, 8), ()),
+        ("host_pack", (3, 2, 8), ()),
+        ("host_narrow", (2, 8), ()),
+        ("host_exchange", (2 * row, 0), host),
+        ("host_widen", (1, 8), ()),
+        # The gradients of a row are summed inside the host before they leave it.
+        ("host_widen.backward", (1, 8), ()),
+        ("host_exchange.backward", (1 * row, 0), host),
+        ("host_narrow.backward", (2, 8), ()),
+        ("host_pack.backward", (3, 2, 8), ()),
+        ("widen.backward", (3, 8), ()),
+        ("exchange.backward", (1 * row, 0, 2 * row), group),
+        ("narrow.backward", (4, 8), ()),
+        ("pack.backward", (20, 4, 8), ()),
+    ]
+
+
+def test_only_the_exchange_between_hosts_is_in_flight():
+    plan = made_plan(HOSTS, num_layers=1, exchange=(Exchange.HIERARCHICAL_HALO,), overlap_exchange=True)
+    tasks = lower(plan, graph_of(HOSTS), made_model(num_layers=1), TWO_HOSTS).tasks[0]
+    is_blocking = {task.name: task.blocks_host for task in tasks if task.kind is TaskKind.ALL_TO_ALL}
+    assert is_blocking == {
+        "layer0.exchange": False,
+        "layer0.host_exchange": True,
+        "layer0.host_exchange.backward": True,
+        "layer0.exchange.backward": False,
+    }
+    by_name = {task.name: index for index, task in enumerate(tasks)}
+    assert by_name["layer0.exchange"] in tasks[by_name["layer0.host_pack"]].waits_for
+
+
+def test_rows_that_cross_to_another_host_once_take_less_time_where_its_link_is_slow():
+    slow = made_cluster(
+        num_hosts=2, devices_per_host=2, host_link=LinkSpec(latency_seconds=1e-6, bandwidth_bytes_per_second=1e4)
+    )
+    seconds = [
+        simulate(
+            made_plan(HOSTS, exchange=(exchange,) * 2), graph_of(HOSTS), made_model(), slow, made_calibration()
+        ).median_step_seconds
+        for exchange in (HALO, Exchange.HIERARCHICAL_HALO)
+    ]
+    # Out of rank 2's card go 7 rows of 32 numbers, or the 4 that are distinct, in four exchanges.
+    assert seconds[0] - seconds[1] == pytest.approx(4 * (7 - 4) * 32 * 4 / 1e4, rel=0.01)

@@ -22,6 +22,7 @@ from tests.made import (
     made_plan,
     made_sampled,
     made_sampled_plan,
+    three_parts_on_two_hosts,
 )
 from tests.strategies import models, plans
 
@@ -390,3 +391,16 @@ def test_an_overlapped_exchange_keeps_both_outputs_of_attention_and_their_weight
     # Queries, log-sum-exps and outputs of 100 rows, all outputs once more before the merge, and two weights a head.
     per_layer = 100 * 16 * 4 + 100 * 4 * 4 + 100 * 16 * 4 + 500 * 16 * 4 + 2 * 600 * 4 * 4
     assert after["activations"] - before["activations"] == 2 * per_layer
+
+
+def test_a_hierarchical_exchange_keeps_what_came_first_until_it_was_passed_on():
+    # Rank 0 sends 3 rows; then 1 is passed on, beside the 4 that came, and its 10 own rows unless these overlap. Rank 2
+    # has no ranks beside it: it sends 4.
+    cut, row_bytes = three_parts_on_two_hosts(), 32 * 4
+    plan = made_plan(cut, exchange=(Exchange.HIERARCHICAL_HALO,) * 2)
+    assert [memory["messages"] for memory in memory_of(plan)] == [15 * row_bytes, 25 * row_bytes, 4 * row_bytes]
+    beside = dataclasses.replace(plan, overlap_exchange=True)
+    assert [memory["messages"] for memory in memory_of(beside)] == [5 * row_bytes, 5 * row_bytes, 4 * row_bytes]
+    flat = dataclasses.replace(plan, exchange=(Exchange.HALO,) * 2)
+    for name in ("activations", "workspace"):
+        assert [memory[name] for memory in memory_of(plan)] == [memory[name] for memory in memory_of(flat)]
