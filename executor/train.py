@@ -105,9 +105,14 @@ class Trainer:
         self.recorder.position.reach(f"step {step + 1}")
         self.learning_rate.fill_(self.train_spec.learning_rate * self._rate_factor(step))
         self.dropout_word.fill_(int(key_word(torch.tensor([self.train_spec.seed, step]))))
-        if self.plan.step_mode is StepMode.CUDA_GRAPH and not self.recorder.is_on:
+        if self._is_replayed and not self.recorder.is_on:
             return self._captured_functions()[0]()
         return self._update_on(data, self.settings)
+
+    @property
+    def _is_replayed(self) -> bool:
+        """Whether steps are replayed; attention of another kind may differ from step to step."""
+        return self.plan.step_mode is StepMode.CUDA_GRAPH and self.settings.attend is None
 
     def _update_on(self, data: RankData, settings: ForwardSettings) -> Tensor:
         settings = replace(settings, dropout_word=self.dropout_word)
@@ -228,7 +233,7 @@ class Trainer:
         data = self.batches.whole_graph()
         exchange = Exchange.HALO if self.plan.num_ranks > 1 else Exchange.NONE
         num_layers = len(self.plan.exchange)
-        if self.plan.step_mode is StepMode.CUDA_GRAPH:
+        if self._is_replayed:
             right_N = self._captured_functions()[1]()
         elif self.plan.is_full_graph:
             right_N = self._is_right(data, self.settings)

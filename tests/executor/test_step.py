@@ -151,6 +151,14 @@ def test_replayed_steps_learn_as_eager_ones_do_traced_ones_among_them(monkeypatc
     assert len(set(found[0])) == 8
 
 
+def test_attention_of_another_kind_is_never_captured(monkeypatch):
+    monkeypatch.setattr("executor.train.CudaGraphs", lambda: pytest.fail("a capture began"))
+    trainer = trainer_of(StepMode.CUDA_GRAPH)
+    trainer.settings = replace(trainer.settings, attend=lambda _, q_ND, kv_N2D: q_ND + kv_N2D[:, : q_ND.shape[1]])
+    losses, _ = train(trainer)
+    assert len(set(losses)) == 8
+
+
 def _captured_like(function: Callable[[], Tensor], graphs: Replayer) -> Captured:
     output: list[Tensor] = []
 
