@@ -3,15 +3,21 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+DEFAULT := not gpu and not slow and not bench
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint bench figures
+.PHONY: demo test slow lint bench figures
 
 demo: .venv/.installed
 	$(BIN)/graphpilot demo --out runs/demo
 
+# Most tests wait more than they compute, so two files run side by side; those that time something run alone.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "$(DEFAULT) and not alone"
+	$(BIN)/python -m pytest -m "$(DEFAULT) and alone"
+
+slow: .venv/.installed-dev
+	$(BIN)/python -m pytest -m "slow and not gpu"
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff format --check

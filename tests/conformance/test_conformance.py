@@ -15,7 +15,7 @@ from tests.conformance.check import check_conformance, check_named_time
 from tests.conformance.observe import Event, ObservedStep, ObservedTask, observed_step
 from tests.made import equal_parts, graph_of
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.alone]
 
 
 def lowered(prepared: Prepared, steps: Sequence[ObservedStep]) -> list[tuple[Task, ...]]:

@@ -16,7 +16,7 @@ from tests.conformance.cases import POWER_SGD, TOP_K, TRAIN, Prepared, cluster_o
 from tests.conformance.check import check_conformance, check_named_time
 from tests.conformance.observe import Operator
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.alone]
 
 Tasks: TypeAlias = tuple[Task, ...]
 

@@ -64,6 +64,7 @@ def on_two_hosts(folder: Path, plan: Path, out: str) -> list[Done]:
     return [ended(agent, timeout_seconds=120) for agent in agents]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [3, 4])
 def test_two_hosts_train_alike_with_hierarchical_and_flat_exchanges(tmp_path, num_ranks):
     losses = []

@@ -75,9 +75,9 @@ def assert_saved(run: PlanRun, done: Done) -> None:
 @pytest.mark.parametrize(
     ("number", "receiver"),
     [
-        (signal.SIGINT, "all"),  # Ctrl-C
+        pytest.param(signal.SIGINT, "all", marks=pytest.mark.slow),  # Ctrl-C
         (signal.SIGTERM, "parent"),  # as job schedulers do
-        (signal.SIGTERM, "rank 1"),
+        pytest.param(signal.SIGTERM, "rank 1", marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_saves_the_run_and_ends_it(tmp_path, number, receiver):
@@ -97,6 +97,7 @@ def test_a_signal_saves_the_run_and_ends_it(tmp_path, number, receiver):
     assert_saved(run, done)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_ended_goes_on_to_the_losses_of_one_that_was_not(tmp_path, command):
     train = replace(ENDLESS, num_steps=800, evaluate_every_steps=100, trace_steps=5)
     run = two_ranks(tmp_path, train)
@@ -129,6 +130,7 @@ def torchrun(run: PlanRun, *more: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "to_all"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
 def test_under_torchrun_a_signal_saves_the_run_too(tmp_path, number, to_all):
     run = two_ranks(tmp_path)
@@ -144,6 +146,7 @@ def test_under_torchrun_a_signal_saves_the_run_too(tmp_path, number, to_all):
     assert_saved(run, done)
 
 
+@pytest.mark.slow
 def test_under_torchrun_bad_input_is_told_once_and_by_all_ranks_before_they_meet(tmp_path):
     run = two_ranks(tmp_path, replace(SAVED, trace_steps=0))
     file = read_plan(run.plan_path)
@@ -162,6 +165,7 @@ def test_under_torchrun_bad_input_is_told_once_and_by_all_ranks_before_they_meet
 # --- It ends badly.
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_while_it_writes_leaves_whole_checkpoints(tmp_path, command):
     run = two_ranks(tmp_path, replace(ENDLESS, checkpoint_every_steps=1))
     process = training(run)
@@ -181,6 +185,7 @@ def test_a_run_that_is_killed_while_it_writes_leaves_whole_checkpoints(tmp_path,
     assert all(path.name.startswith("step") for path in (run.out / "checkpoints").iterdir())
 
 
+@pytest.mark.slow
 def test_when_a_rank_is_lost_the_checkpoint_to_go_on_from_is_named(tmp_path):
     run = two_ranks(tmp_path)
     process = training(run)
@@ -196,6 +201,7 @@ def test_when_a_rank_is_lost_the_checkpoint_to_go_on_from_is_named(tmp_path):
     whole_manifest(newest)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_names_the_checkpoint_before_it(tmp_path, command):
     # The rate rises from nothing over a million steps of its warm-up, and is too high from some step on.
     train = replace(ENDLESS, learning_rate=1e38, warmup_steps=1_000_000, max_gradient_norm=1e30)

@@ -28,7 +28,7 @@ from tests.executor.commands import (
     write_run,
 )
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.alone]
 
 ENDLESS = {"num_steps = 6": "num_steps = 1_000_000", "evaluate_every_steps = 3": "evaluate_every_steps = 50"}
 # Within which everything must be over once a signal was sent or a rank was lost.

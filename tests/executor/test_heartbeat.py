@@ -18,7 +18,7 @@ from simulator.errors import RunError
 from simulator.specs.cluster import DeviceKind
 from tests.executor.missing_ranks import NUM_RANKS, TIMEOUT_SECONDS, Scene, ended_ranks, misbehave_while_writing
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.alone]
 
 # From the start of the processes to the end of the last one, on two cores that others use too.
 SECONDS_TO_END = 20.0

@@ -17,7 +17,7 @@ from simulator.errors import RunError, SpecError
 from tests.executor import launch_ranks
 from tests.executor.commands import Done, assert_all_gone, ended, wait_for_ranks
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.alone]
 
 # Within which all must be over; far below the time-outs of collectives.
 SECONDS_TO_END = 10.0

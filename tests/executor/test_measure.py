@@ -35,6 +35,8 @@ TINY = Effort(
 )
 COMPUTES = set(TaskKind) - COLLECTIVES - UPDATES
 
+pytestmark = pytest.mark.alone
+
 
 def two_cores() -> ClusterSpec:
     """Return this machine with two ranks, whatever cores it has."""
