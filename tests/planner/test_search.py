@@ -433,7 +433,7 @@ def test_a_calibration_of_another_device_is_refused(folder):
         ({"orders": (NodeOrder.DEGREE,)}, lambda plan: plan.order.kind is NodeOrder.DEGREE),
         ({"seed": 7}, lambda plan: plan.partition.seed == 7),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, dict) else "effect",
 )
 def test_every_field_of_a_search_has_an_effect(folder, fields: dict[str, Any], effect):
     assert not effect(found(folder).plan)
