@@ -154,6 +154,12 @@ def _gradient_violations(plan: Plan, graph: GraphSpec, model: ModelSpec) -> list
             f"overlap_gradients must be false when step_mode is {plan.step_mode}: there all weights are cast at once, "
             "so that all their gradients come at once"
         )
+    if plan.overlap_gradients and has_ranks_without_heads(plan, model):
+        found.append(
+            f"overlap_gradients must be false when head_all_to_all leaves ranks without heads "
+            f"(graph_parallel_degree = {plan.graph_parallel_degree}, num_heads = {model.num_heads}): they have fewer "
+            "tasks, and would begin buckets in another place"
+        )
     if plan.num_ranks == 1:
         return found
     buckets = buckets_of(parameter_shapes(graph, model), plan.gradient_bucket_bytes)
@@ -229,6 +235,11 @@ def _host_violations(plan: Plan, cluster: ClusterSpec) -> list[str]:
             "use halo where buffers would not fit"
         )
     return found
+
+
+def has_ranks_without_heads(plan: Plan, model: ModelSpec) -> bool:
+    """Return whether an exchange of heads leaves some ranks of a graph group without any."""
+    return Exchange.HEAD_ALL_TO_ALL in plan.exchange and plan.graph_parallel_degree > model.num_heads
 
 
 def step_mode_of(*, num_ranks: int, is_full_graph: bool, cluster: ClusterSpec) -> StepMode:

@@ -142,6 +142,17 @@ def test_a_single_rank_has_no_gradients_to_reduce():
     assert reasons(made_plan(FOUR, overlap_gradients=True, gradient_compression=TOP_K)) == []
 
 
+def test_ranks_without_heads_begin_buckets_behind_the_backward_pass():
+    heads = (Exchange.HEAD_ALL_TO_ALL,) * 2
+    plan = made_plan(FOUR, exchange=heads, overlap_gradients=True)
+    model = dataclasses.replace(made_model(), num_heads=1)
+    sentences = violations(plan, graph_of(FOUR), model, made_cluster(devices_per_host=4))
+    assert [sentence for sentence in sentences if sentence.startswith("overlap_gradients")] == [
+        "overlap_gradients must be false when head_all_to_all leaves ranks without heads (graph_parallel_degree = 4, "
+        "num_heads = 1): they have fewer tasks, and would begin buckets in another place"
+    ]
+
+
 def test_replayed_steps_have_no_overlap_since_their_weights_are_cast_at_once():
     gpus = made_cluster(devices_per_host=4, kind=DeviceKind.CUDA)
     plan = made_plan(FOUR, step_mode=StepMode.CUDA_GRAPH, overlap_gradients=True)
