@@ -14,7 +14,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # not in __al
 from executor.exchange import ExchangeLayout
 from simulator.errors import PlanError
 
-_FIX = "give all ranks the same plan, partition, graph and version of graphpilot"
+_FIX = "give all ranks the same plan, partition, graph and version of graphpilot, and the same checkpoint"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,7 @@ class Checkpointing:
         out: folder of the run.
         plan_file: what is run.
         first_step: from which this process trains.
+        patience_seconds: longest wait for rank 0 to come to a step.
         calibration: that priced the plan, to be kept too; None if the run knows none.
     """
 
@@ -44,10 +45,11 @@ class Checkpointing:
         plan_file: PlanFile,
         first_step: int,
         calibration: Path | None = None,
+        patience_seconds: float,
     ) -> None:
         self._trainer, self._history, self._store, self._progress = trainer, history, store, progress
         self._out, self._plan_file, self._calibration = out, plan_file, calibration
-        self._num_saved_steps = first_step
+        self._num_saved_steps, self._patience_seconds = first_step, patience_seconds
         self._open = contextlib.ExitStack()
         self._writer: CheckpointWriter | None = None
         self._stopping: Stopping | None = None
@@ -64,7 +66,10 @@ class Checkpointing:
                 calibration=self._calibration,
             )
             self._writer = self._open.enter_context(writer)
-            self._stopping = self._open.enter_context(Stopping(self._store, rank=place.rank, num_ranks=place.num_ranks))
+            stopping = Stopping(
+                self._store, rank=place.rank, num_ranks=place.num_ranks, patience_seconds=self._patience_seconds
+            )
+            self._stopping = self._open.enter_context(stopping)
         return self
 
     def __exit__(
@@ -83,10 +88,13 @@ class Checkpointing:
         Raises:
             Interrupted: once the run is saved.
         """
-        if self._stopping is not None and self._stopping.is_due(step):
-            self._save(step)
-            self._wait()
-            self._end(step, self._stopping.signal_number)
+        if self._stopping is not None:
+            with self._trainer.recorder.position.waiting("the decision whether to stop"):
+                is_due = self._stopping.is_due(step)
+            if is_due:
+                self._save(step)
+                self._wait()
+                self._end(step, self._stopping.signal_number)
         if is_traced:
             self._wait()
 
@@ -126,7 +134,8 @@ class Checkpointing:
 
     def _end(self, num_steps_done: int, signal_number: int) -> None:
         """Leave once rank 0 has published the checkpoint: torchrun ends all others as soon as one rank has left."""
-        meet(self._store, "saved", self._trainer.place.num_ranks)
+        with self._trainer.recorder.position.waiting("the last checkpoint"):
+            meet(self._store, "saved", self._trainer.place.num_ranks)
         if self._num_saved_steps > 0:
             path = checkpoints_folder(self._out) / checkpoint_name(self._num_saved_steps)
             self._progress.show(num_steps_done, f"ended by a signal; to go on from {path}, add --resume auto")

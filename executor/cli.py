@@ -107,7 +107,7 @@ def demo(
     json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
-    """Go through the whole loop on a made-up graph and this machine, step by step, in two to three minutes.
+    """Go through the whole loop on a made-up graph and this machine, step by step, in one to three minutes.
 
     A run.toml that lies in the folder is used as it is, so edit it and start again.
 

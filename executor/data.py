@@ -132,7 +132,6 @@ class LocalEdges:
     Attributes:
         node_N: global ids of the own rows, in the plan's order.
         indptr_N1, source_global_E: edges into the own rows from nodes of the batch, those of a row as in the graph.
-        owner_E: rank of the group that owns each edge's source.
         halo_M: global ids of the halo, by message, then by owner, then in the plan's order.
         rows_from: halo rows by owner.
         send_row_S: own rows that the others need, by message, then by receiver, then ascending.
@@ -144,7 +143,6 @@ class LocalEdges:
     node_N: np.ndarray
     indptr_N1: np.ndarray
     source_global_E: np.ndarray
-    owner_E: np.ndarray
     halo_M: np.ndarray
     rows_from: tuple[int, ...]
     send_row_S: np.ndarray
@@ -176,8 +174,7 @@ def local_edges(
     rows_by_rank = _nodes_by_rank(owner_N, num_ranks, order_N)
     node_N = rows_by_rank[graph_rank]
     indptr_N1, source_E = _edges_into(graph, node_N, owner_N, inside_N)
-    owner_E = owner_N[source_E]
-    halo = _distinct(source_E[owner_E != graph_rank], graph.num_nodes)
+    halo = _distinct(source_E[owner_N[source_E] != graph_rank], graph.num_nodes)
     halo_M = halo[np.lexsort((place_N[halo], owner_N[halo]))]
     rows_from = np.bincount(owner_N[halo_M], minlength=num_ranks)
     send_rows, max_pair_rows = [np.zeros(0, np.int64)] * num_ranks, int(rows_from.max())
@@ -192,7 +189,6 @@ def local_edges(
         node_N=node_N,
         indptr_N1=indptr_N1,
         source_global_E=source_E,
-        owner_E=owner_E,
         halo_M=halo_M[by_message(rows_from, rows_per_message)],
         rows_from=tuple(rows_from.tolist()),
         send_row_S=np.concatenate(send_rows)[by_message(rows_to, rows_per_message)],
@@ -239,14 +235,18 @@ def _nodes_needed_by(graph: Graph, other_N: np.ndarray, owner_N: np.ndarray, oth
 
 
 def _boundary_last(graph: Graph, owner_N: np.ndarray, order_N: np.ndarray | None) -> np.ndarray:
-    """Return all nodes in an order in which those with edges from other ranks come last, else as before."""
+    """Return all nodes in an order in which those of the batch with edges from other ranks come after its others.
+
+    Nodes outside the batch follow; else the order stays.
+    """
     order_N = np.arange(graph.num_nodes) if order_N is None else order_N
-    owner_of_target_E = np.repeat(owner_N, np.diff(graph.indptr_N))
-    owner_of_source_E = owner_N[graph.source_E]
-    is_outer_E = (owner_of_source_E >= 0) & (owner_of_source_E != owner_of_target_E)
+    is_there_N = owner_N[order_N] >= 0
+    node_B = order_N[is_there_N]
+    indptr_B1, source_E = _edges_into(graph, node_B, owner_N)
+    is_outer_E = owner_N[source_E] != np.repeat(owner_N[node_B], np.diff(indptr_B1))
     before = np.concatenate([[0], np.cumsum(is_outer_E)])
-    is_boundary_N = np.diff(before[graph.indptr_N]) > 0
-    return order_N[np.argsort(is_boundary_N[order_N], kind="stable")]
+    is_boundary_B = np.diff(before[indptr_B1]) > 0
+    return np.concatenate([node_B[np.argsort(is_boundary_B, kind="stable")], order_N[~is_there_N]])
 
 
 def _distinct(nodes: np.ndarray, num_nodes: int) -> np.ndarray:

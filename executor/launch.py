@@ -27,6 +27,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.rendezvous import rendezvous
 
 from executor.cli_errors import OWN_ERRORS, told_status
+from executor.resume import resume_hint
 from simulator.errors import RunError, SpecError
 from simulator.specs.files import remove_unfinished
 
@@ -226,8 +227,10 @@ def end_rank(error: RunError, *, folder: Path, before_exit: Callable[[], None] |
     """
     remove_unfinished(folder)
     if is_launched():
-        _leave_cause(error)
+        _leave_cause(error)  # the launcher adds the checkpoint to go on from
     else:
+        if hint := resume_hint(folder):
+            error = type(error)(f"{error}; {hint}")
         told_status(error, debug=False, may_tell=is_first_to_tell if before_exit else lambda: True)
     sys.stdout.flush()
     sys.stderr.flush()

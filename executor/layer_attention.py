@@ -15,6 +15,7 @@ from executor.dense import Weights
 from executor.exchange import RowExchange, exchange_rows
 from executor.heads import HeadExchange, heads_to_nodes, nodes_to_heads
 from executor.overlap import MERGE, Flight, await_exchange, boundary_queries, start_exchange
+from executor.position import Position
 from executor.record import Recorder
 from simulator.specs.plan import Exchange
 
@@ -159,7 +160,10 @@ class LayerAttention:
         Backward, the gradients of a row are summed inside the host before they go to its owner.
         """
         hosts = self.data.hosts
-        if self.exchange is not Exchange.HIERARCHICAL_HALO or hosts is None or len(hosts.inside.ranks) == 1:
+        if self.exchange is not Exchange.HIERARCHICAL_HALO or hosts is None:
+            return rows_MC
+        if len(hosts.inside.ranks) == 1:
+            note_without_peers(rows_MC, self.recorder.position, f"{self.layer}.host_exchange")
             return rows_MC
         return exchange_rows(rows_MC, replace(self._row_exchange(), layout=hosts.inside, prefix="host_"))
 
@@ -176,3 +180,18 @@ class LayerAttention:
             dtype=self.data.dtype,
             wire=self.wire,
         )
+
+
+def note_without_peers(x: Tensor, position: Position, name: str) -> None:
+    """Note an exchange that this rank, alone on its host, has no part in: all ranks note as many, in one order.
+
+    Forward it is noted at once, backward when the gradient of `x` is there.
+    """
+
+    def note(_: object = None) -> None:
+        with position.waiting(name):
+            pass
+
+    note()
+    if x.requires_grad:
+        x.register_hook(note)

@@ -14,6 +14,8 @@ from simulator.errors import RunError
 T = TypeVar("T")
 # How long a step waits for its batch; making one takes seconds on the largest graphs.
 PATIENCE_SECONDS = 600.0
+# Of so many latest steps it is known when their batches were made: more than a run traces, whose spans take more room.
+KEPT_STEPS = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +56,8 @@ class BatchLoader(Generic[T]):
         device: torch.device,
     ) -> None:
         self._make, self._shape_of, self._depth, self._device = make, shape_of, depth, device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # Without a thread batches are made in the stream of the steps, which then wait for nothing.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" and depth > 0 else None
         self._taken: tuple[int, T] | None = None
         self._ahead: _Ahead[T] | None = None
 
@@ -144,6 +147,7 @@ class _Ahead(Generic[T]):
             batch = self._batches.pop(step)
             self.next_step += 1
             self._taken_at[step] = time.perf_counter()
+            self._taken_at.pop(step - KEPT_STEPS, None)
             self._changed.notify_all()
         return batch
 
@@ -182,6 +186,7 @@ class _Ahead(Generic[T]):
             with self._changed:
                 self._batches[step] = batch
                 self._spans[step] = begin, time.perf_counter(), self._shape_of(batch)
+                self._spans.pop(step - KEPT_STEPS - self._depth, None)
                 self._changed.notify_all()
             del batch
 

@@ -106,15 +106,19 @@ def joined_mesh(
         with _process_groups(kind, store, rank, num_ranks) as world:
             degrees = (data_parallel_degree, graph_parallel_degree)
             mesh = init_device_mesh(device.type, degrees, mesh_dim_names=("dp", "gp"))
+            graph_group = mesh.get_group("gp") if graph_parallel_degree > 1 else None
+            if graph_group is not None and graph_parallel_degree == num_ranks:
+                # The mesh gives the world then, in whose communicator exchanges would wait behind gradients.
+                graph_group = dist.new_group(list(range(num_ranks)))
             host_group = _host_group(rank, num_ranks, ranks_per_host)
-            for group in (world, *mesh.get_all_groups(), *([host_group] if host_group else [])):
+            for group in (world, *mesh.get_all_groups(), *filter(None, (graph_group, host_group))):
                 set_timeout(group, datetime.timedelta(seconds=timeout_seconds))
             yield Place(
                 rank=rank,
                 num_ranks=num_ranks,
                 replica=mesh.get_local_rank("dp"),
                 graph_rank=mesh.get_local_rank("gp"),
-                graph_group=mesh.get_group("gp") if graph_parallel_degree > 1 else None,
+                graph_group=graph_group,
                 world=world,
                 device=device,
                 cores=cores,

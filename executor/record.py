@@ -265,8 +265,7 @@ class StepTracer:
             with self._kernels_of(step):
                 yield
             return
-        if self._place.world is not None:
-            dist.barrier(self._place.world)
+        self._meet()
         self._recorder.start()
         yield
         self._spans.extend(_span_of_mark(mark, step, self._place.rank) for mark in self._recorder.stop())
@@ -275,14 +274,18 @@ class StepTracer:
     def _kernels_of(self, step: int) -> Iterator[None]:
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profiler:
-            if self._place.world is not None:
-                dist.barrier(self._place.world)
+            self._meet()
             torch.cuda.synchronize()
             self._recorder.start()
             yield
             marks = self._recorder.stop()
             torch.cuda.synchronize()
         self._spans.extend(spans_of_kernels(profiled_events(profiler), marks, step=step, rank=self._place.rank))
+
+    def _meet(self) -> None:
+        if self._place.world is not None:
+            with self._recorder.position.waiting("the beginning of a traced step"):
+                dist.barrier(self._place.world)
 
     def spans(self) -> list[Span]:
         """Return the spans of all recorded steps; starts are by a clock that the ranks of a host share."""

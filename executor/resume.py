@@ -27,8 +27,12 @@ _WITHOUT_EFFECT_ON_LOSSES = frozenset(
         "checkpoint_every_steps",
         "num_checkpoints_kept",
         "asynchronous_checkpoints",
+        "collective_timeout_seconds",
+        "cpu_affinity",
     }
 )
+# Choices of a plan that change what is learned, beside its batches.
+_PLAN_FIELDS_OF_LOSSES = ("precision", "exchange_precision", "gradient_compression", "between_edges")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +155,10 @@ def changes_of_losses(checkpoint: Checkpoint, file: PlanFile) -> list[str]:
         for name, old, new in _differences("train", before.train, file.train)
         if name.removeprefix("train.") not in _WITHOUT_EFFECT_ON_LOSSES
     ]
+    for name in _PLAN_FIELDS_OF_LOSSES:
+        old, new = getattr(before.plan, name), getattr(file.plan, name)
+        if old != new:
+            found.append(f"plan.{name} was {old} and is {new}")
     if _batches(before.plan) != _batches(file.plan):
         found.append("the plans put other nodes together in a batch")
     return found
@@ -160,6 +168,8 @@ def _batches(plan: Plan) -> object:
     """Return what the batches of a plan depend on."""
     if plan.is_full_graph:
         return None
+    if plan.sampled is not None:
+        return plan.sampled.fan_outs, plan.sampled.seeds_per_batch, plan.data_parallel_degree
     return plan.partition.sha256, plan.parts_per_batch, plan.data_parallel_degree
 
 

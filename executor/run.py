@@ -222,7 +222,7 @@ def _train_as_rank(
     timeout_seconds = collective_timeout_seconds(file)
     position.enter("the meeting of all ranks")
     num_ranks = file.plan.num_ranks
-    require_agreement(store, _contents(file), about="contents", rank=rank, num_ranks=num_ranks)
+    require_agreement(store, _contents(run, file), about="contents", rank=rank, num_ranks=num_ranks)
     mesh = joined_mesh(
         kind,
         store,
@@ -242,12 +242,16 @@ def _train_as_rank(
             torch.cuda.reset_peak_memory_stats(place.device)
         recorder = Recorder(annotate=kind is DeviceKind.CUDA, precision=file.plan.precision, position=position)
         trainer = Trainer(file.plan, file.graph, file.model, file.train, inputs, place, recorder)
-        with position.waiting("the comparison of sizes"):
-            require_agreement(store, _sizes(trainer), about="sizes", rank=rank, num_ranks=num_ranks)
-        progress = CountProgress("training", "step", file.train.num_steps, quiet=run.quiet or rank > 0)
         history = History(has_val_nodes=file.graph.num_val_nodes > 0)
         if run.resume is not None:
             restore(trainer, history, unchecked(Path(run.resume)))
+        started = time.perf_counter()
+        position.reach("the first batch")
+        sizes = _sizes(trainer, first_step=len(history.losses))
+        made_seconds = time.perf_counter() - started
+        with position.waiting("the comparison of sizes"):
+            require_agreement(store, sizes, about="sizes", rank=rank, num_ranks=num_ranks)
+        progress = CountProgress("training", "step", file.train.num_steps, quiet=run.quiet or rank > 0)
         checkpointing = Checkpointing(
             trainer,
             history,
@@ -257,19 +261,24 @@ def _train_as_rank(
             plan_file=file,
             first_step=len(history.losses),
             calibration=_calibration_of(file, base) if rank == 0 else None,
+            patience_seconds=backstop_seconds(timeout_seconds),
         )
         with contextlib.closing(trainer):
             result = train_loop(trainer, history, checkpointing, store, progress)
         position.reach("the end of the run")
     if rank == 0:
         trace = with_cache_ratios(result.trace, file.plan, file.cluster)
-        _write_result(run.out, file.plan, replace(result, trace=trace), history.best_weights)
+        result = replace(result, trace=trace, data_seconds=made_seconds + result.data_seconds)
+        _write_result(run.out, file.plan, result, history.best_weights)
 
 
-def _contents(file: PlanFile) -> Sizes:
+def _contents(run: PlanRun, file: PlanFile) -> Sizes:
     """Return what must fit on all ranks before they meet."""
+    manifest = None if run.resume is None else unchecked(Path(run.resume)).manifest
     return Sizes(
         counts={
+            "steps done": 0 if manifest is None else manifest.num_steps_done,
+            "checkpoint": "" if manifest is None else content_sha256(manifest),
             "train.num_steps": file.train.num_steps,
             "steps of an epoch": file.plan.steps_per_epoch,
             "train": content_sha256(file.train),
@@ -283,11 +292,11 @@ def _contents(file: PlanFile) -> Sizes:
     )
 
 
-def _sizes(trainer: Trainer) -> Sizes:
+def _sizes(trainer: Trainer, *, first_step: int) -> Sizes:
     """Return what this rank brings to the collectives."""
     return Sizes(
         counts={"parameters": trainer.gradients.flat.numel()},
-        layouts={name: rows_of(layout) for name, layout in trainer.layouts().items()},
+        layouts={name: rows_of(layout) for name, layout in trainer.layouts(first_step).items()},
     )
 
 
@@ -353,7 +362,8 @@ def train_loop(
     first_warm = min(warmup_steps_of(num_steps), first_traced)
     alone = [seconds[index] for index in range(first_warm, first_traced) if not was_shared[index]]
     spans = [*tracer.spans(), *batch_spans(trainer, tracer.spans())]
-    gathered = _gather(store, place, (spans, peak_memory_bytes(place.device), place.cores))
+    with position.waiting("the traces of all ranks"):
+        gathered = _gather(store, place, (spans, peak_memory_bytes(place.device), place.cores))
     trace = Trace(
         origin=TraceOrigin.MEASURED,
         num_ranks=trainer.plan.num_ranks,

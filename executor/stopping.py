@@ -24,8 +24,6 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 DECISION_SECONDS = 0.5
 # Ctrl-C comes from the terminal and, passed on, from the launcher; what comes within this time is one and the same.
 SAME_SIGNAL_SECONDS = 1.0
-# If rank 0 needs longer to a step, the collectives of the others have given it up.
-_STEP_SECONDS = 300.0
 _NUMBER, _DECISION = "stopping/number", "stopping/decision"
 
 
@@ -36,10 +34,12 @@ class Stopping:
 
     Args:
         store: through which the ranks of the plan meet.
+        patience_seconds: longest wait for rank 0 to come to a step; longer than what the heartbeat allows it.
     """
 
-    def __init__(self, store: Store, *, rank: int, num_ranks: int) -> None:
+    def __init__(self, store: Store, *, rank: int, num_ranks: int, patience_seconds: float) -> None:
         self._store, self._rank, self._num_ranks = store, rank, num_ranks
+        self._patience_seconds = patience_seconds
         self._number = 0
         self._is_posted = False
         self._next = 0  # step before which rank 0 decides
@@ -91,14 +91,15 @@ class Stopping:
 
     def _follow(self, step: int) -> bool:
         """Do as rank 0 decided; where it has decided for a later step already, it did not stop before this one."""
-        latest = time.monotonic() + _STEP_SECONDS
+        latest = time.monotonic() + self._patience_seconds
         decided = following = -1
         while decided < step:
             if self._store.check([_DECISION]):
                 decided, following = map(int, self._store.get(_DECISION).split())
             if decided < step:
                 if time.monotonic() > latest:
-                    raise RunError(f"rank 0 did not come to step {step + 1} within {_STEP_SECONDS:.0f} s of this rank")
+                    within = f"within {self._patience_seconds:.0f} s of this rank"
+                    raise RunError(f"rank 0 did not come to step {step + 1} {within}")
                 time.sleep(0.0005)
         self._next = following if decided == step else decided
         return decided == following == step

@@ -254,12 +254,14 @@ class Trainer:
             train, val, test = (right / max(total, 1) for right, total in totals.tolist())
         return Evaluation(train_accuracy_ratio=train, val_accuracy_ratio=val, test_accuracy_ratio=test)
 
-    def layouts(self) -> dict[str, ExchangeLayout]:
-        """Return the rows that this rank exchanges with others, in the first step and in an evaluation."""
-        data = self.batch(0)
-        found = {"step 1": data.layout, "an evaluation": self.batches.whole_graph().layout}
+    def layouts(self, step: int) -> dict[str, ExchangeLayout]:
+        """Return the rows that this rank exchanges with others, in a step and in an evaluation; none of a lone rank."""
+        if self.place.world is None:
+            return {}
+        data, name = self.batch(step), f"step {step + 1}"
+        found = {name: data.layout, "an evaluation": self.batches.whole_graph().layout}
         if data.hosts is not None:
-            found |= {"step 1 between hosts": data.hosts.between, "step 1 inside a host": data.hosts.inside}
+            found |= {f"{name} between hosts": data.hosts.between, f"{name} inside a host": data.hosts.inside}
         return {name: layout for name, layout in found.items() if layout.group is not None}
 
 

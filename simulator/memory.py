@@ -1,6 +1,7 @@
 """Peak bytes of each rank, and where they go."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from simulator.exchanges import (
     head_counts,
@@ -99,7 +100,9 @@ def _rank_memory(
     workspace = again + max(_workspace_bytes(plan, model, work, layer, plan.exchange[layer]) for layer in layers)
     messages = max(_message_bytes(plan, model, work, exchange) for exchange in plan.exchange)
     exchange = Exchange.HALO if plan.num_ranks > 1 else Exchange.NONE
-    evaluation = 0 if plan.is_full_graph else _layer_bytes(plan, model, whole, 0, exchange, kind)
+    # An evaluation of the whole graph overlaps nothing.
+    alone = replace(plan, overlap_exchange=False)
+    evaluation = 0 if plan.is_full_graph else _layer_bytes(alone, model, whole, 0, exchange, kind)
     step = activations + workspace + messages
     compression = _compression_bytes(plan, graph, model, other_bytes=max(step, evaluation))
     return (

@@ -63,14 +63,14 @@ def find_fault_in_a_file(folder: Path, store: Store, rank: int) -> None:
 
 def stay_in_a_collective(folder: Path, store: Store, rank: int) -> None:
     """Wait in C++, as in a collective that another rank does not enter, with signals that are to save the run first."""
-    with Stopping(store, rank=rank, num_ranks=2):
+    with Stopping(store, rank=rank, num_ranks=2, patience_seconds=300.0):
         (folder / f"here{rank}").touch()
         store.wait(["never"], timedelta(seconds=60))
 
 
 def stop_at_a_step(folder: Path, store: Store, rank: int) -> None:
     """End in good order at the step that both ranks agree on, and leave its number."""
-    with Stopping(store, rank=rank, num_ranks=2) as stopping:
+    with Stopping(store, rank=rank, num_ranks=2, patience_seconds=300.0) as stopping:
         (folder / f"here{rank}").touch()
         for step in range(100_000):
             if stopping.is_due(step):

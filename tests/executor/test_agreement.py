@@ -83,7 +83,12 @@ def test_all_ranks_give_the_same_reason():
     for thread in threads:
         thread.join(10)
     sentence = "rank 0 sends 4 rows to rank 1 in step 1, but that expects 5: give all ranks the same plan, partition, "
-    assert reasons == [f"{sentence}graph and version of graphpilot"] * 2
+    assert reasons == [f"{sentence}graph and version of graphpilot, and the same checkpoint"] * 2
+
+
+def test_ranks_that_go_on_from_different_steps_are_told_so():
+    ranks = [Sizes(counts={"steps done": done, "checkpoint": name}) for done, name in ((8, "ab"), (0, ""))]
+    assert disagreement(ranks) == "rank 1 has steps done = 0, but rank 0 has 8"
 
 
 def test_a_rank_alone_agrees_with_itself():

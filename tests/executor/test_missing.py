@@ -3,10 +3,13 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from executor.layer_attention import note_without_peers
 from executor.missing import Beat, Seen, beat_from_json, lost_sentence, verdict
+from executor.position import Position
 
 LIMIT_SECONDS = 10.0
 
@@ -124,3 +127,15 @@ def test_a_rank_that_gets_further_is_never_missing_and_none_judges_itself(beats,
         assert "0" not in head.split(" ha")[0] or not beats[0].is_in_call
     if 0 in moving:
         assert sentence == ""
+
+
+def test_a_rank_alone_on_its_host_notes_the_exchanges_inside_other_hosts_forward_and_back():
+    position, x = Position(), torch.ones(2, requires_grad=True)
+    doubled = 2 * x
+    note_without_peers(doubled, position, "layer0.host_exchange")
+    assert (position.num_reached, position.is_waiting) == (1, False)
+    doubled.sum().backward()
+    assert (position.num_reached, position.is_waiting) == (2, False)
+    with torch.no_grad():
+        note_without_peers(x.detach(), position, "layer0.host_exchange")
+    assert position.num_reached == 3

@@ -21,7 +21,9 @@ from executor.run import PlanRun, _work, run_plans
 from simulator.errors import SpecError
 from simulator.specs.decision import PlanFile
 from simulator.specs.files import read_plan, write_plan
+from simulator.specs.gradients import CompressionKind, GradientCompression
 from simulator.specs.plan import Exchange
+from simulator.specs.units import Dtype
 from tests.executor.checkpoint_cases import SAVED, planned
 from tests.plans import Choices
 
@@ -220,6 +222,8 @@ def test_settings_that_change_the_losses_are_told_and_others_are_not(run, caplog
         checkpoint_every_steps=7,
         num_checkpoints_kept=9,
         asynchronous_checkpoints=False,
+        collective_timeout_seconds=600.0,
+        cpu_affinity=False,
     )
     found = checkpoint_to_resume("auto", run.out, file)
     assert found is not None
@@ -242,3 +246,21 @@ def test_other_batches_are_told_and_another_cut_of_the_full_graph_is_not(run, tm
     assert changes_of_losses(found, file_of(cut)) == []
     clusters = planned(tmp_path, "clusters", Choices(num_parts=3))
     assert changes_of_losses(found, file_of(clusters)) == ["the plans put other nodes together in a batch"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"precision": Dtype.BFLOAT16}, "plan.precision was fp32 and is bf16"),
+        ({"exchange_precision": Dtype.BFLOAT16}, "plan.exchange_precision was None and is bf16"),
+        (
+            {"gradient_compression": GradientCompression(kind=CompressionKind.BF16)},
+            "plan.gradient_compression was none and is bf16",
+        ),
+    ],
+)
+def test_choices_of_a_plan_that_change_what_is_learned_are_told(run, changes, told):
+    file = file_of(run)
+    found = checkpoint_to_resume("auto", run.out, file)
+    assert found is not None
+    assert changes_of_losses(found, replace(file, plan=replace(file.plan, **changes))) == [told]

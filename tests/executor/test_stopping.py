@@ -45,7 +45,7 @@ def stops(signals: dict[int, int], num_ranks: int, lead: int) -> list[int]:
     found = [-1] * num_ranks
 
     def train(rank: int) -> None:
-        asked = Stopping(store, rank=rank, num_ranks=num_ranks)
+        asked = Stopping(store, rank=rank, num_ranks=num_ranks, patience_seconds=300.0)
         for step in range(NUM_STEPS):
             if signals.get(rank) == step:
                 asked._number = signal.SIGTERM
@@ -99,7 +99,7 @@ def test_the_store_is_used_now_and_then_and_not_at_every_step(monkeypatch):
             written.append(time.monotonic())
             super().set(key, value)
 
-    asked = Stopping(WatchedStore(), rank=0, num_ranks=2)
+    asked = Stopping(WatchedStore(), rank=0, num_ranks=2, patience_seconds=300.0)
     started, step = time.monotonic(), 0
     while time.monotonic() < started + 0.5:
         assert not asked.is_due(step)
@@ -111,7 +111,7 @@ def test_the_store_is_used_now_and_then_and_not_at_every_step(monkeypatch):
 
 def test_steps_longer_than_the_pace_are_each_decided(monkeypatch):
     monkeypatch.setattr(stopping, "DECISION_SECONDS", 0.01)
-    asked = Stopping(HashStore(), rank=0, num_ranks=2)
+    asked = Stopping(HashStore(), rank=0, num_ranks=2, patience_seconds=300.0)
     for step in range(5):
         assert not asked.is_due(step)
         time.sleep(0.02)
@@ -119,9 +119,8 @@ def test_steps_longer_than_the_pace_are_each_decided(monkeypatch):
     assert asked.is_due(5)
 
 
-def test_without_rank_0_no_rank_waits_for_ever(monkeypatch):
-    monkeypatch.setattr(stopping, "_STEP_SECONDS", 0.1)
-    asked = Stopping(HashStore(), rank=1, num_ranks=3)
+def test_without_rank_0_no_rank_waits_for_ever():
+    asked = Stopping(HashStore(), rank=1, num_ranks=3, patience_seconds=0.1)
     with pytest.raises(RunError, match="rank 0 did not come to step 5 within 0 s of this rank"):
         asked.is_due(4)
 
@@ -134,7 +133,7 @@ from datetime import timedelta
 from torch.distributed import HashStore
 from executor.stopping import Stopping
 
-with Stopping(HashStore(), rank=0, num_ranks=1) as stopping:
+with Stopping(HashStore(), rank=0, num_ranks=1, patience_seconds=300.0) as stopping:
     print("here", flush=True)
     {first}
     while not stopping.is_due(0):
@@ -174,7 +173,7 @@ def test_a_second_signal_ends_the_process_at_once_whatever_it_is_in(first):
 
 def test_afterwards_signals_are_handled_as_before():
     before = [signal.getsignal(number) for number in stopping.SIGNALS]
-    with Stopping(HashStore(), rank=0, num_ranks=1) as asked:
+    with Stopping(HashStore(), rank=0, num_ranks=1, patience_seconds=300.0) as asked:
         os.kill(os.getpid(), signal.SIGTERM)
         until = time.monotonic() + 10
         while not asked.is_due(0):
@@ -188,7 +187,7 @@ def test_in_another_thread_signals_stay_as_they_are():
     found: list[object] = []
 
     def look() -> None:
-        with Stopping(HashStore(), rank=0, num_ranks=1) as asked:
+        with Stopping(HashStore(), rank=0, num_ranks=1, patience_seconds=300.0) as asked:
             found.append([signal.getsignal(number) for number in stopping.SIGNALS])
             found.append(asked.is_due(0))
 

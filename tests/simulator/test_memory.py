@@ -175,6 +175,16 @@ def test_a_sampled_batch_by_hand():
     assert memory["inputs"] == 2 * of_batch + of_graph
 
 
+def test_an_evaluation_takes_no_memory_for_overlap_which_it_has_not():
+    plan = made_plan(equal_parts(16, num_nodes=16_000, num_edges=160_000, halo_rows=50), graph_parallel_degree=2)
+    plan = dataclasses.replace(plan, exchange=(Exchange.HALO,) * 2)
+    without, with_overlap = (
+        memory_of(dataclasses.replace(plan, overlap_exchange=overlaps), made_model())[0] for overlaps in (False, True)
+    )
+    step = ("activations", "workspace", "messages", "evaluation")
+    assert sum(without[name] for name in step) == sum(with_overlap[name] for name in step)
+
+
 # --- What makes it larger.
 
 
