@@ -1,9 +1,12 @@
 """Holds what ran against what was lowered."""
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
-from simulator.specs.program import Task
+from simulator.specs.plan import Exchange
+from simulator.specs.program import Task, TaskKind
+from tests.conformance.cases import Prepared
 from tests.conformance.evidence import missing_evidence
 from tests.conformance.observe import ObservedStep, ObservedTask
 
@@ -26,6 +29,45 @@ def check_conformance(program_tasks_of_rank: Sequence[Task], observed_step: Obse
             check = _call_discrepancies if task.kind.is_collective else missing_evidence
             found += [f"{task.name} {task.shape}: {reason}" for reason in check(task, observed[task.name])]
     return found + _discrepancies_outside_tasks(program_tasks_of_rank, observed_step)
+
+
+def lowered_as_seen(prepared: Prepared, steps: Sequence[ObservedStep]) -> list[tuple[Task, ...]]:
+    """Return the tasks of each rank; in batches of several parts that edges join, with the long rows that were seen.
+
+    The plan counts too many edges of long targets there, and too few of long sources where one rank owns them all. What
+    is made ahead, in a thread that no profile shows, is compared here.
+    """
+    plan, programs = prepared.plan, list(prepared.lowered())
+    if plan.prefetch_batches > 0:
+        ahead = [tasks[0] for tasks in programs]
+        assert [(task.name, task.blocks_host) for task in ahead] == [("batch", False)] * plan.num_ranks
+        assert [task.shape for task in ahead] == [step.made_ahead for step in steps]
+        programs = [tasks[1:] for tasks in programs]
+    if plan.parts_per_batch in (1, plan.partition.num_parts) or not plan.between_edges:
+        return programs
+    found = []
+    for tasks, step in zip(programs, steps, strict=True):
+        seen = {
+            task.name: operands.counts
+            for task in step.tasks
+            for operands in task.operands
+            if operands.function == "edge_attention"
+        }
+        for task in tasks:
+            if task.kind is TaskKind.ATTENTION and task.name in seen:
+                of_targets, of_sources = seen[task.name]
+                assert task.shape[3] >= of_targets
+                is_exact = plan.graph_parallel_degree > 1 and Exchange.HEAD_ALL_TO_ALL not in plan.exchange
+                assert task.shape[4] == of_sources if is_exact else task.shape[4] <= of_sources
+        found.append(
+            tuple(
+                dataclasses.replace(task, shape=(*task.shape[:3], *seen[task.name], *task.shape[5:]))
+                if task.kind is TaskKind.ATTENTION and task.name in seen
+                else task
+                for task in tasks
+            )
+        )
+    return found
 
 
 def check_named_time(observed_steps: Sequence[ObservedStep]) -> list[str]:

@@ -135,8 +135,11 @@ def _expected_operands(task: Task) -> tuple[Operands, ...]:
         return (Operands(function="batch", counts=task.shape),)
     if task.kind in _COMPRESSING:
         return (Operands(function=_COMPRESSING[task.kind], counts=task.shape),)
-    if task.kind is TaskKind.ATTENTION and task.phase is not Phase.BACKWARD:
-        return (Operands(function="edge_attention", counts=task.shape[3:5]),)
+    if task.kind is TaskKind.ATTENTION:
+        if task.phase is Phase.BACKWARD:
+            return (Operands(function="attention_backward", counts=task.shape[:3]),)
+        forward = Operands(function="attention_forward", counts=task.shape[:3])
+        return (Operands(function="edge_attention", counts=task.shape[3:5]), forward)
     return ()
 
 
@@ -225,11 +228,10 @@ def _products(task: Task) -> list[Expected]:
 
 def _attention(task: Task) -> list[ExpectedOperand]:
     """Return the operands of attention, which more than one implementation offers."""
-    targets, sources, edges, _, _, heads, head_size = task.shape
+    targets, sources, _, _, _, heads, head_size = task.shape
     return [
         ExpectedOperand(sizes=((targets, heads, head_size),)),
         ExpectedOperand(sizes=((sources, 2, heads, head_size), (sources, heads, head_size))),
-        ExpectedOperand(sizes=((edges,), (edges, heads), (edges, heads, head_size))),
     ]
 
 

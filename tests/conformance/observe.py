@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+import executor.attention.operators
 import executor.batches
 import executor.compression
 import executor.exchange
@@ -80,10 +81,11 @@ class Operands:
     """What the profiler does not tell of an operator's operands.
 
     Attributes:
-        function: "mm" with a sparse operand, "_fused_adamw_", "edge_attention", "batch" or what compresses a bucket.
+        function: "mm" with a sparse operand, "_fused_adamw_", "edge_attention", "attention_forward" and
+            "attention_backward" for its kernels, "batch" or what compresses a bucket.
         counts: entries of the sparse operand; elements and tensors of the parameters; edges of long targets and edges
-            of long sources; nodes or seeds, rows, edges and numbers of features that a batch is made of; the shape of a
-            compression.
+            of long sources; targets, sources and edges, since kernels are no operators of torch; nodes or seeds, rows,
+            edges and numbers of features that a batch is made of; the shape of a compression.
     """
 
     function: str
@@ -312,6 +314,12 @@ def _probes() -> Iterator[list[Probe]]:
             (torch, "mm", _sparse_operand),
             (torch, "_fused_adamw_", _parameters),
             (executor.operations, "edge_attention", _edges_of_long_rows),
+            *(
+                (kernels, name, functools.partial(_attended, f"attention_{name}"))
+                for kernels in (executor.attention.operators.cpu, executor.attention.operators.gpu)
+                for name in ("forward", "backward")
+                if kernels is not None
+            ),
             (executor.batches, "build_rank_data", _batch_of_parts),
             (executor.batches, "build_sampled_data", _batch_of_samples),
         )
@@ -390,6 +398,12 @@ def _edges_of_long_rows(*arguments: Any, **_: Any) -> Operands:
     degrees = (np.diff(graph.indptr_N1.cpu().numpy()), np.unique(graph.source_E.cpu().numpy(), return_counts=True)[1])
     counts = tuple(sum(degree for degree in row.tolist() if degree > MAX_SHORT_EDGES) for row in degrees)
     return Operands(function="edge_attention", counts=counts)
+
+
+def _attended(function: str, *arguments: Any, **_: Any) -> Operands:
+    (graph,) = (argument for argument in arguments if isinstance(argument, EdgeGraph))
+    counts = (graph.indptr_N1.numel() - 1, graph.num_sources, graph.source_E.numel())
+    return Operands(function=function, counts=counts)
 
 
 def _batch_of_parts(

@@ -1,61 +1,25 @@
 """What is lowered is what runs: tasks, shapes and bytes of one executed step, for plans of every kind."""
 
 import dataclasses
-from collections.abc import Sequence
 
 import pytest
 
 from executor.model import GraphTransformer
 from executor.record import Recorder
-from simulator.specs.plan import Exchange
 from simulator.specs.program import Phase, Task, TaskKind
 from simulator.workload import parameter_shapes
-from tests.conformance.cases import CASES, EVERYTHING, MODEL, Prepared
-from tests.conformance.check import check_conformance, check_named_time
+from tests.conformance.cases import CASES, EVERYTHING, MODEL
+from tests.conformance.check import check_conformance, check_named_time, lowered_as_seen
 from tests.conformance.observe import Event, ObservedStep, ObservedTask, observed_step
 from tests.made import equal_parts, graph_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.alone]
 
 
-def lowered(prepared: Prepared, steps: Sequence[ObservedStep]) -> list[tuple[Task, ...]]:
-    """Return the tasks of each rank; in batches of several parts that edges join, with the long rows that were seen.
-
-    The plan counts too many edges of long targets there, and too few of long sources where one rank owns them all. What
-    is made ahead, in a thread that no profile shows, is compared here.
-    """
-    plan, programs = prepared.plan, list(prepared.lowered())
-    if plan.prefetch_batches > 0:
-        ahead = [tasks[0] for tasks in programs]
-        assert [(task.name, task.blocks_host) for task in ahead] == [("batch", False)] * plan.num_ranks
-        assert [task.shape for task in ahead] == [step.made_ahead for step in steps]
-        programs = [tasks[1:] for tasks in programs]
-    if plan.parts_per_batch in (1, plan.partition.num_parts) or not plan.between_edges:
-        return programs
-    found = []
-    for tasks, step in zip(programs, steps, strict=True):
-        seen = {task.name: operands.counts for task in step.tasks for operands in task.operands}
-        for task in tasks:
-            if task.kind is TaskKind.ATTENTION and task.name in seen:
-                of_targets, of_sources = seen[task.name]
-                assert task.shape[3] >= of_targets
-                is_exact = plan.graph_parallel_degree > 1 and Exchange.HEAD_ALL_TO_ALL not in plan.exchange
-                assert task.shape[4] == of_sources if is_exact else task.shape[4] <= of_sources
-        found.append(
-            tuple(
-                dataclasses.replace(task, shape=(*task.shape[:3], *seen[task.name], *task.shape[5:]))
-                if task.kind is TaskKind.ATTENTION and task.name in seen
-                else task
-                for task in tasks
-            )
-        )
-    return found
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_conformance_of_program_and_execution(observed, name):
     prepared, steps = observed[name]
-    for rank, (tasks, step) in enumerate(zip(lowered(prepared, steps), steps, strict=True)):
+    for rank, (tasks, step) in enumerate(zip(lowered_as_seen(prepared, steps), steps, strict=True)):
         assert check_conformance(tasks, step) == [], f"rank {rank}"
     assert check_named_time(steps) == []
 
@@ -99,7 +63,7 @@ def alone(step: ObservedStep, task: ObservedTask) -> ObservedStep:
 def test_conformance_check_sees_every_count_of_every_task(observed, name, change):
     prepared, steps = observed[name]
     unnoticed = []
-    for tasks, step in zip(lowered(prepared, steps), steps, strict=True):
+    for tasks, step in zip(lowered_as_seen(prepared, steps), steps, strict=True):
         by_name = {task.name: task for task in step.tasks}
         for task in tasks:
             for position in range(len(task.shape)):
