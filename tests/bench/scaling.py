@@ -1,21 +1,23 @@
 """Full-graph training steps on two ranks against one, and how much of the exchange hides behind attention.
 
-    python -m tests.bench.scaling --json figures.json     # two GPUs, about eight minutes
+    python -m tests.bench.scaling --json figures.json     # two GPUs, about four minutes
+    python -m tests.bench.scaling --compile-dense         # half a minute more for each of some twenty runs
     python -m tests.bench.scaling --device cpu            # tiny: checks the logic
 
-Every run is a training by `run_plans`, as `graphpilot train` does it: four layers, eight heads, bf16 on GPUs, dense
-parts compiled, on graphs of Reddit's and ogbn-products' size and one of a million nodes. The cut is into stripes of
-equal edges and nodes, since METIS takes minutes on the largest: on the community graphs, whose nodes lie in order, it
-is close to the best one. A step is the median of those that are not traced; what hides is taken from the traced ones,
-as the share of the exchanges' seconds, without waiting, in which the same rank computes.
+Every run is a training by `run_plans`, as `graphpilot train` does it: four layers, eight heads, bf16 on GPUs, on graphs
+of Reddit's and ogbn-products' size and one of a million nodes. The cut is into stripes of equal edges and nodes, since
+METIS takes minutes on the largest: on the community graphs, whose nodes lie in order, it is close to the best one. A
+step is the median of those that are not traced; what hides is taken from the traced ones, as the share of the
+exchanges' seconds, without waiting, in which the same rank computes.
 """
 
 import argparse
+import gzip
 import json
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -40,6 +42,7 @@ from tests.bench.device_graphs import DeviceGraph, community_graph, rmat_graph
 from tests.bench.result import Better, Figure, print_figures, write_figures
 from tests.plans import Choices, plan_file_of, plan_of
 
+GRAPHS = ("comm", "rmat_l", "comm_1m")
 WIDTHS = (256, 128)
 MIN_SPEEDUP = {256: 1.85, 128: 1.8}
 MIN_HIDDEN_RATIO = 0.8
@@ -73,6 +76,7 @@ class Found:
 
 
 ON_TWO = {
+    "halo": Choices(graph_parallel_degree=2),
     "halo, overlapped": Choices(graph_parallel_degree=2, overlap_exchange=True, overlap_gradients=True),
     "halo of rows, overlapped": Choices(
         graph_parallel_degree=2,
@@ -80,13 +84,12 @@ ON_TWO = {
         overlap_gradients=True,
         exchange_payload=ExchangePayload.ROWS,
     ),
-    "halo": Choices(graph_parallel_degree=2),
     "heads": Choices(graph_parallel_degree=2, exchange=Exchange.HEAD_ALL_TO_ALL),
 }
 
 
-def problems(device: torch.device, folder: Path, *, tiny: bool) -> Iterator[Problem]:
-    """Yield the graphs, each in a store that is there until the next one is asked for."""
+def problems(device: torch.device, folder: Path, names: Sequence[str], *, tiny: bool) -> Iterator[Problem]:
+    """Yield graphs by name, each in a store that is there until the next one is asked for."""
     generator = torch.Generator(device).manual_seed(0)
     sizes = (
         [(300, 6_000), (400, 3_000), (500, 4_000)] if tiny else [(233_000, 115e6), (2_449_000, 124e6), (10**6, 40e6)]
@@ -97,10 +100,10 @@ def problems(device: torch.device, folder: Path, *, tiny: bool) -> Iterator[Prob
         "rmat_l": lambda: rmat_graph("rmat_l", large, skewed, generator),
         "comm_1m": lambda: community_graph("comm_1m", middle, sparse, generator, num_communities=4 if tiny else 1000),
     }
-    for name, make in makes.items():
+    for name in names:
         with tempfile.TemporaryDirectory(dir=folder) as store:
             path = Path(store) / "graph"
-            write_store(_labelled(make()), path)
+            write_store(_labelled(makes[name]()), path)
             if device.type == "cuda":
                 torch.cuda.empty_cache()  # the ranks are other processes
             spec, graph = read_graph(GraphFile(path=str(path)), base=folder)
@@ -136,7 +139,9 @@ def striped(graph: Graph, num_parts: int, folder: Path, *, row_weight: int) -> P
     return PartitionSpec(method=method, seed=0, path=path, sha256=parts_sha256(part_N), parts=parts)
 
 
-def trained(problem: Problem, width: int, choices: dict[str, Choices], kind: DeviceKind) -> dict[str, Found]:
+def trained(
+    problem: Problem, width: int, choices: dict[str, Choices], kind: DeviceKind, *, compile_dense: bool
+) -> dict[str, Found]:
     """Train plans one after another in one launch; return what each came to."""
     on_gpu = kind is DeviceKind.CUDA
     model = ModelSpec(width=width, num_heads=8, num_layers=4, feed_forward_width=2 * width)
@@ -145,7 +150,7 @@ def trained(problem: Problem, width: int, choices: dict[str, Choices], kind: Dev
         learning_rate=1e-3,
         trace_steps=NUM_TRACED,
         evaluate_every_steps=NUM_STEPS,
-        compile_dense=on_gpu,
+        compile_dense=compile_dense,
     )
     cuts: dict[int, PartitionSpec] = {}
     runs = {}
@@ -241,11 +246,23 @@ def _reported(name: str, value: float, unit: str) -> Figure:
     return Figure(name=name, value=value, unit=unit, bar=None, better=Better.LOWER)
 
 
-def measure(kind: DeviceKind, folder: Path, budget_seconds: float) -> list[Figure]:
-    """Measure as much as fits into a time; print each result as it comes."""
+def measure(
+    kind: DeviceKind,
+    folder: Path,
+    budget_seconds: float,
+    graphs: Sequence[str] = GRAPHS,
+    *,
+    compile_dense: bool = False,
+    traces: Path | None = None,
+) -> list[Figure]:
+    """Measure as much as fits into a time; print each result as it comes.
+
+    Args:
+        traces: folder that gets the traces of runs on two ranks; None to drop them.
+    """
     device = torch.device("cuda", 0) if kind is DeviceKind.CUDA else torch.device("cpu")
     started, figures, longest = time.perf_counter(), [], 0.0
-    for problem in problems(device, folder, tiny=kind is DeviceKind.CPU):
+    for problem in problems(device, folder, graphs, tiny=kind is DeviceKind.CPU):
         for width in WIDTHS:
             begun = time.perf_counter()
             if begun - started + 1.2 * longest > budget_seconds:
@@ -253,8 +270,11 @@ def measure(kind: DeviceKind, folder: Path, budget_seconds: float) -> list[Figur
                     f"{problem.name}, {width} wide: left out, the budget of {budget_seconds:.0f} s is spent", flush=True
                 )
                 continue
-            choices = {"one rank": Choices()} | (ON_TWO if width == WIDTHS[0] else dict(list(ON_TWO.items())[:1]))
-            new = figures_of(problem, width, trained(problem, width, choices, kind))
+            choices = {"one rank": Choices()} | (ON_TWO if width == WIDTHS[0] else dict(list(ON_TWO.items())[:2]))
+            found = trained(problem, width, choices, kind, compile_dense=compile_dense)
+            if traces is not None:
+                _keep_traces(problem, width, choices, traces)
+            new = figures_of(problem, width, found)
             longest = max(longest, time.perf_counter() - begun)
             print(
                 f"{time.perf_counter() - started:5.0f} s  " + "; ".join(f"{f.name} {f.value:.3g}" for f in new),
@@ -264,19 +284,38 @@ def measure(kind: DeviceKind, folder: Path, budget_seconds: float) -> list[Figur
     return figures
 
 
+def _keep_traces(problem: Problem, width: int, choices: dict[str, Choices], folder: Path) -> None:
+    """Copy the traces of runs on two ranks, packed; the order of choices names their folders."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for index, (name, some) in enumerate(choices.items()):
+        if some.num_ranks > 1:
+            packed = gzip.compress((problem.folder / f"{width}-{index}" / "measured.json").read_bytes())
+            (folder / f"{problem.name}-{width}-{name.replace(', ', '-').replace(' ', '-')}.json.gz").write_bytes(packed)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Measure and report; return the exit status, 1 if a bar is missed. Tiny graphs have no bars."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=list(DeviceKind), default=DeviceKind.CUDA, type=DeviceKind)
     parser.add_argument("--budget", type=float, default=540, help="seconds until what is left is skipped")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="has room for the graphs, 1.5 GB")
+    parser.add_argument("--graphs", nargs="+", choices=GRAPHS, default=GRAPHS)
+    parser.add_argument("--compile-dense", action="store_true", help="compile the dense parts, as `[train]` may ask")
+    parser.add_argument("--traces", type=Path, help="keep the traces of runs on two ranks in this folder")
     parser.add_argument("--json", type=Path, help="write the figures here")
     chosen = parser.parse_args(arguments)
     if chosen.device is DeviceKind.CUDA and torch.cuda.device_count() < 2:
         parser.error(
             f"--device cuda needs two GPUs, and this machine has {torch.cuda.device_count()}: use --device cpu"
         )
-    figures = measure(chosen.device, chosen.folder, chosen.budget)
+    figures = measure(
+        chosen.device,
+        chosen.folder,
+        chosen.budget,
+        chosen.graphs,
+        compile_dense=chosen.compile_dense,
+        traces=chosen.traces,
+    )
     if chosen.device is DeviceKind.CPU:
         figures = [replace(figure, bar=None) for figure in figures]
     print_figures(figures, title=f"two ranks against one, {chosen.device}")
