@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import sys
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import executor.attention.operators
+import executor.attention.cpu
 import executor.batches
 import executor.compression
 import executor.exchange
@@ -316,7 +317,7 @@ def _probes() -> Iterator[list[Probe]]:
             (executor.operations, "edge_attention", _edges_of_long_rows),
             *(
                 (kernels, name, functools.partial(_attended, f"attention_{name}"))
-                for kernels in (executor.attention.operators.cpu, executor.attention.operators.gpu)
+                for kernels in (executor.attention.cpu, sys.modules.get("executor.attention.gpu"))
                 for name in ("forward", "backward")
                 if kernels is not None
             ),

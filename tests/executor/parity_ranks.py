@@ -1,9 +1,10 @@
-"""Runs every parity case on gloo ranks, all in one launch, and reads back what each rank saw."""
+"""Runs parity cases on ranks, all in one launch, and reads back what each rank saw."""
 
 import pickle
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # not in __all__
 
@@ -37,9 +38,30 @@ class RankResult:
     trained: Parameters
 
 
-def run_parity_cases(folder: Path) -> None:
-    """Run all cases; their results go to `folder`."""
-    launch(run_as_one_rank, folder, num_ranks=MOST_RANKS, folder=folder)
+@dataclass(frozen=True, kw_only=True)
+class ParityRuns:
+    """Cases to run, and where.
+
+    Attributes:
+        kind: of the ranks' devices: cores with gloo, or GPUs with NCCL.
+        names: of the cases.
+        folder: for the results.
+    """
+
+    kind: DeviceKind
+    names: tuple[str, ...]
+    folder: Path
+
+
+def cases_of_devices(kind: DeviceKind) -> tuple[str, ...]:
+    """Return the names of the cases that this host has devices for."""
+    most = MOST_RANKS if kind is DeviceKind.CPU else torch.cuda.device_count()
+    return tuple(name for name, case in CASES.items() if case.num_ranks <= most)
+
+
+def run_parity_cases(runs: ParityRuns) -> None:
+    """Run cases; their results go to the folder."""
+    launch(run_as_one_rank, runs, num_ranks=max(CASES[name].num_ranks for name in runs.names), folder=runs.folder)
 
 
 def result_of(folder: Path, name: str, rank: int) -> RankResult:
@@ -49,24 +71,25 @@ def result_of(folder: Path, name: str, rank: int) -> RankResult:
     return found
 
 
-def run_as_one_rank(folder: Path, store: Store, rank: int) -> None:
+def run_as_one_rank(runs: ParityRuns, store: Store, rank: int) -> None:
     """Take part in every case as one rank of the launch; ranks that a case does not need wait for the next one."""
-    for name, case in CASES.items():
+    for name in runs.names:
+        case = CASES[name]
         case_store = PrefixStore(name, store)
         takes_part = rank < case.num_ranks
         if takes_part:
             try:
-                result = _run_case(case, case_store, rank)
+                result = _run_case(case, runs.kind, case_store, rank)
             except Exception as error:
                 error.add_note(f"in the parity case {name!r}")
                 raise
-            _path(folder, name, rank).write_bytes(pickle.dumps(result))
+            _path(runs.folder, name, rank).write_bytes(pickle.dumps(result))
         meet(case_store, "done", case.num_ranks, arrive=takes_part)
 
 
-def _run_case(case: ParityCase, store: Store, rank: int) -> RankResult:
+def _run_case(case: ParityCase, kind: DeviceKind, store: Store, rank: int) -> RankResult:
     with joined_mesh(
-        DeviceKind.CPU,
+        kind,
         store,
         rank=rank,
         local_rank=rank,
@@ -102,9 +125,7 @@ def _gradients_before_updates(trainer: Trainer) -> list[Parameters]:
     update = trainer.update
 
     def look_and_update() -> None:
-        seen.append(
-            {name: value.grad.clone() for name, value in trainer.model.named_parameters() if value.grad is not None}
-        )
+        seen.append(_copied({name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}))
         update()
 
     trainer.update = look_and_update  # type: ignore[method-assign]
@@ -112,7 +133,7 @@ def _gradients_before_updates(trainer: Trainer) -> list[Parameters]:
 
 
 def _copied(parameters: Parameters) -> Parameters:
-    return {name: value.detach().clone() for name, value in parameters.items()}
+    return {name: value.detach().cpu().clone() for name, value in parameters.items()}
 
 
 def _path(folder: Path, name: str, rank: int) -> Path:

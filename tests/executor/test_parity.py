@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from simulator.constraints import violations
-from simulator.specs.cluster import BUILT_IN_CLUSTERS
+from simulator.specs.cluster import BUILT_IN_CLUSTERS, DeviceKind
 from simulator.specs.plan import ROW_EXCHANGES, ExchangePayload
 from tests.executor.dense_reference import (
     Parameters,
@@ -21,7 +21,7 @@ from tests.executor.dense_reference import (
     train_reference,
 )
 from tests.executor.parity_cases import CASES, EXACT_CASES, LOSSY_CASES, NUM_STEPS, ROUNDED_CASES, ParityCase
-from tests.executor.parity_ranks import RankResult, result_of, run_parity_cases
+from tests.executor.parity_ranks import ParityRuns, RankResult, cases_of_devices, result_of, run_parity_cases
 
 pytestmark = pytest.mark.dist
 EXACT, ROUNDED = 1e-5, 2e-2
@@ -31,7 +31,15 @@ EXACT, ROUNDED = 1e-5, 2e-2
 def parity_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with the results of every case, run once."""
     folder: Path = tmp_path_factory.mktemp("parity")
-    run_parity_cases(folder)
+    run_parity_cases(ParityRuns(kind=DeviceKind.CPU, names=tuple(CASES), folder=folder))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def gpu_parity_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same on GPUs with NCCL, of the cases that this host has GPUs for."""
+    folder: Path = tmp_path_factory.mktemp("gpu_parity")
+    run_parity_cases(ParityRuns(kind=DeviceKind.CUDA, names=cases_of_devices(DeviceKind.CUDA), folder=folder))
     return folder
 
 
@@ -71,6 +79,20 @@ def test_parity(name, parity_folder):
     found, expected = result_of(parity_folder, name, 0), reference_of(case)
     assert found.losses == pytest.approx(expected.losses, rel=EXACT)
     assert gradient_error(found, expected) < EXACT
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*EXACT_CASES, *ROUNDED_CASES])
+def test_parity_on_gpus(name, gpu_parity_folder):
+    case = CASES[name]
+    if case.num_ranks > torch.cuda.device_count():
+        pytest.skip(f"takes {case.num_ranks} GPUs, and this machine has {torch.cuda.device_count()}")
+    found, expected = result_of(gpu_parity_folder, name, 0), reference_of(case)
+    num_steps, tolerance = (3, ROUNDED) if name in ROUNDED_CASES else (NUM_STEPS, EXACT)
+    assert found.losses[:num_steps] == pytest.approx(expected.losses[:num_steps], rel=tolerance)
+    assert gradient_error(found, expected) < tolerance
+    for rank in range(1, case.num_ranks):
+        assert result_of(gpu_parity_folder, name, rank).losses == found.losses
 
 
 TWINS = [
