@@ -1,4 +1,4 @@
-"""Exercises every torch, Triton and NCCL API in use on one or two GPUs, in under a minute.
+"""Exercises every torch, Triton and NCCL API in use on one or two GPUs; most of its minutes compile kernels.
 
     python -m tests.smoke_gpu
 
@@ -6,10 +6,13 @@ Runs plans of every kind on a small graph, with tracing, and checks that plans o
 Continuous integration has no GPU, so this is run first whenever one is at hand.
 """
 
+import contextlib
 import json
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -133,6 +136,26 @@ ALIKE = {
 }
 
 
+@contextlib.contextmanager
+def _told(names: Mapping[Path, str]) -> Iterator[None]:
+    """Print the name of each run when its result is there."""
+    done, started = threading.Event(), time.perf_counter()
+
+    def tell() -> None:
+        left = dict(names)
+        while not done.wait(0.2):
+            for out in [out for out in left if (out / "result.json").exists()]:
+                print(f"{time.perf_counter() - started:5.0f} s  {left.pop(out)} is done", flush=True)
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
 def main() -> int:
     """Run everything; return the exit status."""
     started = time.perf_counter()
@@ -156,7 +179,8 @@ def main() -> int:
             plan = plan_of(found, graph, MODEL, out)
             plan_file_of(plan, spec, MODEL, cluster, train, out / "plan.json")
             runs.append(PlanRun(plan_path=out / "plan.json", out=out, quiet=True))
-        run_plans(runs)
+        with _told({run.out: name for name, run in zip(choices, runs, strict=True)}):
+            run_plans(runs)
         losses = {}
         # Each goes on from where one rank was after five steps: replayed or not, on one rank or two.
         checkpoint = runs[0].out / "checkpoints/step00000005"
