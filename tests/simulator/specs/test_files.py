@@ -47,6 +47,7 @@ from simulator.specs.program import Phase, Stream, TaskKind
 from simulator.specs.search import BatchKind, SearchSpec
 from simulator.specs.trace import Span, Trace, TraceOrigin
 from simulator.specs.train import TrainSpec
+from simulator.specs.units import Dimension, exact_quantity
 from tests.strategies import (
     calibrations,
     checkpoint_manifests,
@@ -134,8 +135,9 @@ def test_a_built_in_cluster_can_be_printed_edited_and_read_back(tmp_path, name):
     cluster = BUILT_IN_CLUSTERS[name]
     text = cluster_toml(cluster)
     assert read_cluster(written(tmp_path, text)) == cluster
-    edited = text.replace("num_hosts = ", "num_hosts = 1").replace("330 GB/s", "200 GB/s")
-    link = replace(cluster.device_link, bandwidth_bytes_per_second=200e9)
+    rate = exact_quantity(cluster.device_link.bandwidth_bytes_per_second, Dimension.BYTES_PER_SECOND)
+    edited = text.replace("num_hosts = ", "num_hosts = 1").replace(f'"{rate}"', '"123 GB/s"')
+    link = replace(cluster.device_link, bandwidth_bytes_per_second=123e9)
     expected = replace(cluster, num_hosts=10 + cluster.num_hosts, device_link=link)
     assert read_cluster(written(tmp_path, edited)) == expected
 
@@ -238,7 +240,7 @@ def test_a_byte_order_mark_and_other_line_ends_do_no_harm(tmp_path):
         ),
         (
             GRAPH + MODEL + '[cluster]\nname = "h200"\n' + TRAIN,
-            'cluster.name must be one of h100x8-ndr, h200x8, local, got "h200"; did you mean h200x8?',
+            f'cluster.name must be one of {", ".join([*sorted(BUILT_IN_CLUSTERS), "local"])}, got "h200"; did you mean h200x8?',
         ),
         (
             GRAPH + MODEL + '[cluster]\nname = "local"\nnum_hosts = 2\n' + TRAIN,
