@@ -19,6 +19,7 @@ from simulator.specs.cluster import ClusterSpec
 from simulator.specs.cost import CollectiveCost, Flow, Port
 from simulator.specs.program import Task, TaskKind
 
+
 def port_capacities(cluster: ClusterSpec) -> Mapping[Port, float]:
     """Return the rate of each port of a cluster, in bytes per second."""
     return fabric_of(cluster).capacities

@@ -1,9 +1,9 @@
 """A cluster as ports, and what the traffic of a group of ranks puts on them.
 
-Ports are directed: `device_out` and `device_in` of every device, by its number in the cluster; for hosts with a topology
-each link both ways, such as `device0>nvswitch` and `nvswitch>device0`, by host; for hosts with network cards or switches
-`nic0>network` and `network>nic0`, by host, and `leaf_up` and `leaf_down`, by leaf. Without either, `host_out` and
-`host_in` are all cards of a host taken together.
+Ports are directed: `device_out` and `device_in` of every device, by its number in the cluster; in hosts with a topology
+each link both ways, such as `device0>nvswitch` and `nvswitch>device0`, by host; in hosts with network cards or in a
+network `nic0>network` and `network>nic0`, by host, and `leaf_up` and `leaf_down`, by leaf. Without either, `host_out`
+and `host_in` are all cards of a host taken together.
 """
 
 from collections import defaultdict
@@ -142,9 +142,7 @@ class Fabric:
             if sent > 0:
                 # A rank reaches only its own network card's rate.
                 rate = min(self.capacities[HOST_OUT, host], nic_rate * len(members))
-                flows.append(
-                    Flow(num_bytes=sent, ports=((HOST_OUT, host), (HOST_IN, host)), max_bytes_per_second=rate)
-                )
+                flows.append(Flow(num_bytes=sent, ports=((HOST_OUT, host), (HOST_IN, host)), max_bytes_per_second=rate))
         return flows
 
     def _between_hosts(self, group: tuple[int, ...], pair_bytes: Floats) -> Floats:
@@ -179,7 +177,7 @@ class Fabric:
         loads: Loads = defaultdict(float)
         if len(members) == 1 or not self._has_nics:
             return loads
-        shares = {}  # of what leaves and enters each host, by leaf
+        shares: dict[int, dict[int, float]] = {}  # of what leaves and enters each host, by leaf
         for host in sorted(members):
             users: dict[int, int] = {}
             for index in members[host]:
@@ -206,16 +204,14 @@ class Fabric:
             return loads
         sent = pair_bytes * (hosts[:, None] != hosts[None, :])
         shares = self._nic_shares(group, crosses=self._crosses(members))
-        if self._goes_by_rail(members):
-            # NVLink first, to the device beside the card of the receiver's rail.
-            out = sent @ shares
-        else:
-            out = sent.sum(axis=1, keepdims=True) * shares
+        by_rail = self._goes_by_rail(members)
+        # By rail: NVLink first, to the device beside the card of the receiver's rail.
+        out = sent @ shares if by_rail else sent.sum(axis=1, keepdims=True) * shares
         back = sent.sum(axis=0)[:, None] * shares
         for index, rank in enumerate(group):
             host = int(hosts[index])
             for nic in np.flatnonzero(out[index] + back[index]).tolist():
-                beside = self._hosts[host].nearest_device(nic) if self._goes_by_rail(members) else self._device(rank)
+                beside = self._hosts[host].nearest_device(nic) if by_rail else self._device(rank)
                 self._add_nic(loads, host, nic, beside, out=float(out[index, nic]), back=0.0)
                 self._add_nic(loads, host, nic, self._device(rank), out=0.0, back=float(back[index, nic]))
         self._add_pairs_of_leaves(loads, members, hosts, sent, shares)

@@ -76,7 +76,7 @@ class HostPorts:
         return {port: float(load) for port, load in zip(self._ports, loads, strict=True) if load > 0}
 
     def to_nic(self, device: int, nic: int) -> Route:
-        """Return what a byte from a device to a network card puts on links; nothing where the host has no links to it."""
+        """Return what a byte from a device to a network card puts on links; nothing where no link leads to it."""
         route = None if self.routes is None or not self.has_routed_nics else self.routes.to_nic(device, nic)
         return route or {}
 

@@ -27,7 +27,8 @@ def ring_loads(route_loads: Floats, capacities: Floats) -> Floats:
     if num_devices < 2:
         return np.zeros(len(capacities))
     if _is_same_for_all_rings(route_loads):
-        return _loads_of(route_loads, np.arange(num_devices)[None])[0]
+        single: Floats = _loads_of(route_loads, np.arange(num_devices)[None])[0]
+        return single
     rings = np.array(list(_rings(route_loads, capacities)))
     loads = np.unique(_loads_of(route_loads, rings).round(12), axis=0)
     times = loads / capacities
@@ -39,8 +40,8 @@ def ring_loads(route_loads: Floats, capacities: Floats) -> Floats:
     equal = np.append(np.ones(num_rings), 0.0)[None]
     found = scipy.optimize.linprog(cost, upper, np.zeros(len(used)), equal, [1.0], method="highs")
     assert found.success, found.message
-    shares: Floats = found.x[:num_rings]
-    return np.asarray(shares @ loads)
+    shares = np.asarray(found.x)[:num_rings]
+    return np.asarray(shares @ loads, dtype=np.float64)
 
 
 def _is_same_for_all_rings(route_loads: Floats) -> bool:
@@ -62,7 +63,9 @@ def _is_same_for_all_rings(route_loads: Floats) -> bool:
 
 def _loads_of(route_loads: Floats, rings: NDArray[np.int64]) -> Floats:
     """Return [ring, port]: what each ring puts on each port when every device passes on a byte."""
-    return np.asarray(sum(route_loads[here, there] for here, there in zip(rings.T, np.roll(rings, -1, axis=1).T, strict=True)))
+    return np.asarray(
+        sum(route_loads[here, there] for here, there in zip(rings.T, np.roll(rings, -1, axis=1).T, strict=True))
+    )
 
 
 def _rings(route_loads: Floats, capacities: Floats) -> Iterator[Sequence[int]]:

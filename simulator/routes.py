@@ -103,9 +103,7 @@ class HostRoutes:
         return None
 
 
-def _shortest(
-    neighbours: Mapping[str, Sequence[str]], source: str, target: str
-) -> tuple[int, dict[str, float]] | None:
+def _shortest(neighbours: Mapping[str, Sequence[str]], source: str, target: str) -> tuple[int, dict[str, float]] | None:
     """Return the number of links of the shortest routes, and what part of them crosses each link."""
     down, up = _layers(neighbours, source, target), _layers(neighbours, target, source)
     if target not in down:

@@ -90,7 +90,9 @@ def host_topologies(draw: st.DrawFn, num_devices: int, *, num_nics: int | None =
     switches = st.integers(0, num_switches - 1).map(lambda number: f"pcie{number}")
     joins = [(f"device{number}", draw(switches), LinkKind.PCIE) for number in range(num_devices)]
     joins += [(f"nic{number}", draw(switches), LinkKind.PCIE) for number in range(num_nics)]
-    joins += [(f"pcie{number}", f"socket{number % num_sockets}", LinkKind.HOST_BRIDGE) for number in range(num_switches)]
+    joins += [
+        (f"pcie{number}", f"socket{number % num_sockets}", LinkKind.HOST_BRIDGE) for number in range(num_switches)
+    ]
     if num_sockets == 2:
         joins.append(("socket0", "socket1", LinkKind.SOCKET))
     nvlink = draw(st.sampled_from(["none", "switch", "mesh"]))

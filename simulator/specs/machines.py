@@ -79,8 +79,8 @@ NVLINK3 = LinkSpec(latency_seconds=22 * MICROSECOND, bandwidth_bytes_per_second=
 # Fifth-generation NVLink: 900 GB/s each way by the data sheet. No log of one host is at hand: as much of it as NVLINK4
 # sustains of its 450 GB/s, and its latency.
 NVLINK5 = LinkSpec(latency_seconds=13 * MICROSECOND, bandwidth_bytes_per_second=660 * GB)
-# PCIe 4.0 with 16 lanes: 24 GB/s by NCCL, twice PCI_BW of generation 3 (src/graph/topo.h of NVIDIA/nccl 5067397). No log
-# is at hand: latency as of NVLINK4, which is mostly that of launch and rendezvous.
+# PCIe 4.0 with 16 lanes: 24 GB/s by NCCL, twice PCI_BW of generation 3 (src/graph/topo.h of NVIDIA/nccl 5067397). No
+# log is at hand: latency as of NVLINK4, which is mostly that of launch and rendezvous.
 PCIE4 = LinkSpec(latency_seconds=13 * MICROSECOND, bandwidth_bytes_per_second=24 * GB)
 
 # --- Links of a host's inside, each way.
@@ -111,12 +111,12 @@ class Fabric:
     network: NetworkSpec | None
 
 
-# 32 hosts a unit, rails: NVIDIA DGX SuperPOD reference architecture for H100 (2023), full rate between leaves and spines.
+# 32 hosts a unit, rails, full rate between leaves and spines: NVIDIA DGX SuperPOD reference architecture, H100 (2023).
 _RAILS = NetworkSpec(hosts_per_leaf=32, rails=True)
 FABRICS = {
     # InfiniBand HDR, 200 Gb/s a card: 22.4 GB/s, all_reduce of 1 GiB on 16 A100s (bus bandwidth over 4 cards,
-    # a100_cx6_allreduce_2n16g_nccltests152_PARTIAL.txt). Its log has no small sizes: latency as of NDR. 20 hosts a unit:
-    # NVIDIA DGX SuperPOD for A100 (2021).
+    # a100_cx6_allreduce_2n16g_nccltests152_PARTIAL.txt). Its log has no small sizes: latency as of NDR. 20 hosts a
+    # unit: NVIDIA DGX SuperPOD for A100 (2021).
     "hdr": Fabric(
         card_bytes_per_second=22.4 * GB,
         latency_seconds=25 * MICROSECOND,
@@ -125,19 +125,13 @@ FABRICS = {
     ),
     # InfiniBand NDR, 400 Gb/s a card: 49 GB/s, ring all_reduce of 16 H100s (bus bandwidth over 8 cards,
     # h100_ndr_allreduce_2n16g_RING_minctas24_qps2_nccltests309_siteC.txt); 25 us: all_reduce of 8 bytes there (siteA).
-    "ndr": Fabric(
-        card_bytes_per_second=49 * GB, latency_seconds=25 * MICROSECOND, is_rdma=True, network=_RAILS
-    ),
+    "ndr": Fabric(card_bytes_per_second=49 * GB, latency_seconds=25 * MICROSECOND, is_rdma=True, network=_RAILS),
     # RoCE, 400 Gb/s a card: 41.4 GB/s, all_gather of 8 GiB on 16 H200s (bus bandwidth over 8 cards,
     # h200_roce400_allgather_2n16g_gcp_skypilot.txt); 28 us: 1 KiB there.
-    "roce": Fabric(
-        card_bytes_per_second=41.4 * GB, latency_seconds=28 * MICROSECOND, is_rdma=True, network=_RAILS
-    ),
-    # Ethernet with TCP, one card of 100 Gb/s a host: 12 GB/s as NCCL counts it (NET_BW, same file as above). No log is at
-    # hand: latency assumed to be twice that of RDMA.
-    "ethernet": Fabric(
-        card_bytes_per_second=12 * GB, latency_seconds=50 * MICROSECOND, is_rdma=False, network=None
-    ),
+    "roce": Fabric(card_bytes_per_second=41.4 * GB, latency_seconds=28 * MICROSECOND, is_rdma=True, network=_RAILS),
+    # Ethernet with TCP, one card of 100 Gb/s a host: 12 GB/s as NCCL counts it (NET_BW, same file as above). No log is
+    # at hand: latency assumed to be twice that of RDMA.
+    "ethernet": Fabric(card_bytes_per_second=12 * GB, latency_seconds=50 * MICROSECOND, is_rdma=False, network=None),
 }
 
 
@@ -227,8 +221,8 @@ HOSTS = (
         socket_bytes_per_second=AMD_FABRIC,
         fabrics=("hdr", "ethernet"),
     ),
-    # A device and a card a PCIe 5 switch, Sapphire Rapids (../shared/samples/nccl_topo/azure_ndv5_h100.xml); 450 GB/s by
-    # data sheet.
+    # A device and a card a PCIe 5 switch, Sapphire Rapids (../shared/samples/nccl_topo/azure_ndv5_h100.xml); 450 GB/s
+    # by data sheet.
     Host(
         name="h100x8",
         device=H100,

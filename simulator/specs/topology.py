@@ -179,7 +179,9 @@ class LinkFault:
     def __post_init__(self) -> None:
         if self.host is not None:
             require_at_least(0, host=self.host)
-            require(LEAF != stem_of(self.ends[0]), "host", "must be left out for a leaf, which is of no host", self.host)
+            require(
+                stem_of(self.ends[0]) != LEAF, "host", "must be left out for a leaf, which is of no host", self.host
+            )
         if self.bandwidth_ratio is not None:
             require(0 <= self.bandwidth_ratio <= 1, "bandwidth_ratio", "must be within [0, 1]", self.bandwidth_ratio)
         if self.bandwidth_bytes_per_second is not None:

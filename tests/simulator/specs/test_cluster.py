@@ -18,8 +18,9 @@ def test_ranks_fill_one_host_after_another(cluster):
 
 def test_built_in_clusters_are_known_by_their_own_names():
     assert [cluster.name for cluster in BUILT_IN_CLUSTERS.values()] == list(BUILT_IN_CLUSTERS)
-    assert {"h200x8": 8, "h100x8-ndr": 32} == {
-        name: BUILT_IN_CLUSTERS[name].num_devices for name in ("h200x8", "h100x8-ndr")
+    assert {name: BUILT_IN_CLUSTERS[name].num_devices for name in ("h200x8", "h100x8-ndr")} == {
+        "h200x8": 8,
+        "h100x8-ndr": 32,
     }
 
 

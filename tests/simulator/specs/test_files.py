@@ -240,7 +240,8 @@ def test_a_byte_order_mark_and_other_line_ends_do_no_harm(tmp_path):
         ),
         (
             GRAPH + MODEL + '[cluster]\nname = "h200"\n' + TRAIN,
-            f'cluster.name must be one of {", ".join([*sorted(BUILT_IN_CLUSTERS), "local"])}, got "h200"; did you mean h200x8?',
+            f"cluster.name must be one of {', '.join([*sorted(BUILT_IN_CLUSTERS), 'local'])}, "
+            'got "h200"; did you mean h200x8?',
         ),
         (
             GRAPH + MODEL + '[cluster]\nname = "local"\nnum_hosts = 2\n' + TRAIN,
