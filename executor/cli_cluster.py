@@ -37,8 +37,9 @@ cluster_app = typer.Typer(
     cls=_ByName,
     no_args_is_help=True,
     help="Print a cluster as TOML, which a run.toml can name as its cluster's file once edited: one by name (show, "
-    f"which need not be written), this host (from-host), or one that files describe (from-files).\n\nNames: {LOCAL}, "
-    f"{', '.join(BUILT_IN_CLUSTERS)}.\n\nExample: graphpilot cluster h100x8-ndr --hosts 16 --out my-cluster.toml",
+    "which need not be written), this host (from-host), or one that files describe (from-files). All of them take "
+    f"--out, --hosts, --json and --quiet.\n\nNames: {LOCAL}, {', '.join(BUILT_IN_CLUSTERS)}.\n\n"
+    "Example: graphpilot cluster h100x8-ndr --hosts 16 --out my-cluster.toml",
 )
 
 

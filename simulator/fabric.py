@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.errors import PlanError
-from simulator.host_ports import HostPorts, left_rate, nic_ports
+from simulator.host_ports import HostPorts, nic_ports
+from simulator.network_ports import NetworkPorts
 from simulator.specs.cluster import ClusterSpec
 from simulator.specs.cost import Flow, Port
-from simulator.specs.topology import LEAF, NIC, SPINE, stem_of
+from simulator.specs.topology import NIC, stem_of
 
 DEVICE_OUT, DEVICE_IN, HOST_OUT, HOST_IN = "device_out", "device_in", "host_out", "host_in"
 LEAF_UP, LEAF_DOWN = "leaf_up", "leaf_down"
@@ -53,21 +54,22 @@ class Fabric:
 
     Attributes:
         capacities: bytes per second of each port; lost ones have none.
+        hosts: ports of each host.
     """
 
     def __init__(self, cluster: ClusterSpec) -> None:
         self._cluster = cluster
         by_faults: dict[object, HostPorts] = {}
-        self._hosts = []
+        self.hosts: list[HostPorts] = []
         for host in range(cluster.num_hosts):
             faults = tuple(fault for fault in cluster.link_faults if fault.host in (None, host))
             if faults not in by_faults:
                 by_faults[faults] = HostPorts(cluster, faults)
-            self._hosts.append(by_faults[faults])
+            self.hosts.append(by_faults[faults])
         has_nics = cluster.host is not None and cluster.host.num_nics > 0
         has_faulty_nics = any(stem_of(fault.ends[0]) == NIC for fault in cluster.link_faults)
         self._has_nics = has_nics or has_faulty_nics or cluster.network is not None
-        self._leaf_rates = self._rates_of_leaves()
+        self._network = NetworkPorts(cluster, self.hosts)
         self.capacities: Mapping[Port, float] = dict(self._all_capacities())
         self._ring_loads: dict[tuple[int, ...], tuple[Loads, Loads]] = {}
 
@@ -97,7 +99,7 @@ class Fabric:
         for host, members in self._members(traffic.group).items():
             devices = [self._device(traffic.group[index]) for index in members]
             between = traffic.pair_bytes[np.ix_(members, members)] * ~np.eye(len(members), dtype=bool)
-            found = self._hosts[host].pairs(devices, between)
+            found = self.hosts[host].pairs(devices, between)
             loads |= {(port, host): load for port, load in found.items()}
         return self._flows(loads)
 
@@ -119,13 +121,14 @@ class Fabric:
             ranks = [group[index] for index in indices]
             for source in ranks:
                 for target in ranks:
-                    joined = self._hosts[host].are_joined(self._device(source), self._device(target))
+                    joined = self.hosts[host].are_joined(self._device(source), self._device(target))
                     if source != target and not joined:
                         return source, target
         if len(members) > 1:
+            crosses = self._network.crosses(members)
             for rank in group:
                 other = next(each for each in group if self._cluster.host_of(each) != self._cluster.host_of(rank))
-                if not self._nics(rank, crosses=self._crosses(members)):
+                if not self._network.nics(rank, crosses):
                     return rank, other
         return None
 
@@ -169,7 +172,7 @@ class Fabric:
             # Rings through other hosts leave out one step in each; which one differs from ring to ring.
             share = 1.0 if len(members) == 1 else (len(devices) - 1) / len(devices)
             if self._cluster.host is not None and share > 0:
-                loads |= {(port, host): share * load for port, load in self._hosts[host].ring(devices).items()}
+                loads |= {(port, host): share * load for port, load in self.hosts[host].ring(devices).items()}
         return loads
 
     def _ring_outside(self, group: tuple[int, ...], members: Mapping[int, list[int]]) -> Loads:
@@ -177,16 +180,17 @@ class Fabric:
         loads: Loads = defaultdict(float)
         if len(members) == 1 or not self._has_nics:
             return loads
+        crosses = self._network.crosses(members)
         shares: dict[int, dict[int, float]] = {}  # of what leaves and enters each host, by leaf
-        for host in sorted(members):
+        for host, indices in members.items():
             users: dict[int, int] = {}
-            for index in members[host]:
-                for nic in self._nics(group[index], crosses=self._crosses(members)):
-                    users.setdefault(nic, self._device(group[index]))
+            for rank in sorted(group[index] for index in indices):
+                for nic in self._network.nics(rank, crosses):
+                    users.setdefault(nic, self._device(rank))
             shares[host] = defaultdict(float)
             for nic, device in users.items():
                 self._add_nic(loads, host, nic, device, out=1 / len(users), back=1 / len(users))
-                shares[host][self._leaf(host, nic)] += 1 / len(users)
+                shares[host][self._network.leaf(host, nic)] += 1 / len(users)
         hosts = sorted(members)
         for host, following in zip(hosts, hosts[1:] + hosts[:1], strict=True):
             for leaf in {*shares[host], *shares[following]}:
@@ -203,17 +207,18 @@ class Fabric:
         if len(members) == 1:
             return loads
         sent = pair_bytes * (hosts[:, None] != hosts[None, :])
-        shares = self._nic_shares(group, crosses=self._crosses(members))
-        by_rail = self._goes_by_rail(members)
-        # By rail: NVLink first, to the device beside the card of the receiver's rail.
-        out = sent @ shares if by_rail else sent.sum(axis=1, keepdims=True) * shares
+        shares = self._nic_shares(group, crosses=self._network.crosses(members))
+        by_rail = self._network.goes_by_rail(members)
+        out = sent.sum(axis=1, keepdims=True) * shares * (not by_rail)
         back = sent.sum(axis=0)[:, None] * shares
-        for index, rank in enumerate(group):
-            host = int(hosts[index])
-            for nic in np.flatnonzero(out[index] + back[index]).tolist():
-                beside = self._hosts[host].nearest_device(nic) if by_rail else self._device(rank)
-                self._add_nic(loads, host, nic, beside, out=float(out[index, nic]), back=0.0)
-                self._add_nic(loads, host, nic, self._device(rank), out=0.0, back=float(back[index, nic]))
+        for index, nic in np.argwhere(shares).tolist():
+            host, device = int(hosts[index]), self._device(group[index])
+            self._add_nic(loads, host, nic, device, out=float(out[index, nic]), back=float(back[index, nic]))
+        if by_rail:  # NVLink first, to the device beside the card of the receiver's rail
+            by_host = {host: (sent[indices].sum(axis=0) @ shares).tolist() for host, indices in members.items()}
+            for host, row in by_host.items():
+                for nic, load in enumerate(row):
+                    self._add_nic(loads, host, nic, self.hosts[host].nearest_device(nic), out=load, back=0.0)
         self._add_pairs_of_leaves(loads, members, hosts, sent, shares)
         return loads
 
@@ -221,16 +226,16 @@ class Fabric:
         self, loads: Loads, members: Mapping[int, list[int]], hosts: NDArray[np.int64], sent: Floats, shares: Floats
     ) -> None:
         """Add what crosses the spines between the leaves of senders and receivers."""
-        if not self._leaf_rates:
+        if not self._network.leaf_rates:
             return
         num_ranks, num_nics = shares.shape
-        leaf_of = np.array([[self._leaf(int(host), nic) for nic in range(num_nics)] for host in hosts])
-        receivers = np.zeros((num_ranks, len(self._leaf_rates)))
+        leaf_of = np.array([[self._network.leaf(int(host), nic) for nic in range(num_nics)] for host in hosts])
+        receivers = np.zeros((num_ranks, len(self._network.leaf_rates)))
         np.add.at(receivers, (np.arange(num_ranks)[:, None], leaf_of), shares)
-        if self._goes_by_rail(members):
+        if self._network.goes_by_rail(members):
             unit = hosts // self._cluster.hosts_per_leaf
             far = sent * (unit[:, None] != unit[None, :])
-            up, down = np.zeros(len(self._leaf_rates)), far.sum(axis=0) @ receivers
+            up, down = np.zeros(len(self._network.leaf_rates)), far.sum(axis=0) @ receivers
             np.add.at(up, leaf_of, far @ shares)
         else:
             between = receivers.T @ sent @ receivers
@@ -243,25 +248,15 @@ class Fabric:
         """Return [rank, card], which part of a rank's messages goes through which card of its host."""
         shares = np.zeros((len(group), self._cluster.num_nics))
         for index, rank in enumerate(group):
-            nics = self._nics(rank, crosses=crosses)
+            nics = self._network.nics(rank, crosses)
             shares[index, list(nics)] = 1 / max(len(nics), 1)
         return shares
-
-    def _goes_by_rail(self, members: Mapping[int, list[int]]) -> bool:
-        """Return whether messages change rails over NVLink, before they leave (PXN): all cards must be there."""
-        network = self._cluster.network
-        if network is None or not network.rails:
-            return False
-        found = {self._hosts[host] for host in members}
-        return all(host.is_joined_by_nvlink and min(host.nic_rates) > 0 for host in found) and (
-            not self._crosses(members) or min(self._leaf_rates) > 0
-        )
 
     # --- Ports.
 
     def _all_capacities(self) -> Iterator[tuple[Port, float]]:
         per_host = self._cluster.devices_per_host
-        for host, ports in enumerate(self._hosts):
+        for host, ports in enumerate(self.hosts):
             for device, rate in enumerate(ports.device_rates):
                 for kind in (DEVICE_OUT, DEVICE_IN):
                     yield (kind, host * per_host + device), rate
@@ -271,50 +266,20 @@ class Fabric:
             else:
                 rate = self._cluster.host_link.bandwidth_bytes_per_second * per_host
                 yield from (((kind, host), rate) for kind in (HOST_OUT, HOST_IN))
-        yield from (((kind, leaf), rate) for leaf, rate in enumerate(self._leaf_rates) for kind in (LEAF_UP, LEAF_DOWN))
-
-    def _rates_of_leaves(self) -> list[float]:
-        cluster, network = self._cluster, self._cluster.network
-        if network is None:
-            return []
-        nics_below = cluster.hosts_per_leaf * (1 if network.rails else cluster.num_nics)
-        rate = cluster.nic_bytes_per_second * nics_below / network.oversubscription
-        return [left_rate(rate, (f"{LEAF}{leaf}", SPINE), cluster.link_faults) for leaf in range(cluster.num_leaves)]
-
-    def _leaf(self, host: int, nic: int) -> int:
-        unit = host // self._cluster.hosts_per_leaf
-        network = self._cluster.network
-        return unit * self._cluster.num_nics + nic if network is not None and network.rails else unit
-
-    def _nics(self, rank: int, *, crosses: bool) -> tuple[int, ...]:
-        """Return the cards that serve a rank.
-
-        Args:
-            crosses: whether they must reach a spine.
-        """
-        host = self._cluster.host_of(rank)
-        rates = self._hosts[host].nic_rates
-        usable = frozenset(
-            nic
-            for nic, rate in enumerate(rates)
-            if rate > 0 and not (crosses and self._leaf_rates[self._leaf(host, nic)] == 0)
+        yield from (
+            ((kind, leaf), rate) for leaf, rate in enumerate(self._network.leaf_rates) for kind in (LEAF_UP, LEAF_DOWN)
         )
-        return self._hosts[host].nics_of(self._device(rank), usable)
-
-    def _crosses(self, members: Mapping[int, list[int]]) -> bool:
-        """Return whether a group's hosts lie below different leaves."""
-        return bool(self._leaf_rates) and len({host // self._cluster.hosts_per_leaf for host in members}) > 1
 
     def _add_nic(self, loads: Loads, host: int, nic: int, device: int, *, out: float, back: float) -> None:
         """Add bytes between a device and the network through a card."""
-        ports, (leaving, entering) = self._hosts[host], nic_ports(nic)
+        ports, (leaving, entering) = self.hosts[host], nic_ports(nic)
         for port, share in [(leaving, 1.0), *ports.to_nic(device, nic).items()]:
             loads[port, host] += share * out
         for port, share in [(entering, 1.0), *ports.from_nic(nic, device).items()]:
             loads[port, host] += share * back
 
     def _add_leaf(self, loads: Loads, leaf: int, *, up: float, down: float) -> None:
-        if self._leaf_rates:
+        if self._network.leaf_rates:
             loads[LEAF_UP, leaf] += up
             loads[LEAF_DOWN, leaf] += down
 

@@ -64,6 +64,9 @@ class HostPorts:
         self._route_loads: Floats | None = None
         self.ring = cache(self._ring)
         self.nics_of = cache(self._nics_of)
+        self.to_nic = cache(self._to_nic)
+        self.from_nic = cache(self._from_nic)
+        self.nearest_device = cache(self._nearest_device)
 
     def are_joined(self, source: int, target: int) -> bool:
         """Return whether anything leads from one device to another."""
@@ -75,20 +78,20 @@ class HostPorts:
         loads = np.einsum("ab,abp->p", bytes_between, self._loads()[np.ix_(devices, devices)])
         return {port: float(load) for port, load in zip(self._ports, loads, strict=True) if load > 0}
 
-    def to_nic(self, device: int, nic: int) -> Route:
+    def _nearest_device(self, nic: int) -> int:
+        """Return the device that is next to a network card."""
+        far = (9, 9)
+        return min(range(self._num_devices), key=lambda device: (self._distance(device, nic) or far, device))
+
+    def _to_nic(self, device: int, nic: int) -> Route:
         """Return what a byte from a device to a network card puts on links; nothing where no link leads to it."""
         route = None if self.routes is None or not self.has_routed_nics else self.routes.to_nic(device, nic)
         return route or {}
 
-    def from_nic(self, nic: int, device: int) -> Route:
+    def _from_nic(self, nic: int, device: int) -> Route:
         """Return what a byte from a network card to a device puts on links."""
         route = None if self.routes is None or not self.has_routed_nics else self.routes.from_nic(nic, device)
         return route or {}
-
-    def nearest_device(self, nic: int) -> int:
-        """Return the device that is next to a network card."""
-        far = (9, 9)
-        return min(range(self._num_devices), key=lambda device: (self._distance(device, nic) or far, device))
 
     def _ring(self, devices: tuple[int, ...]) -> Mapping[str, float]:
         """Return what a byte from each device to the next of a ring puts on each link."""

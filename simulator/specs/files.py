@@ -54,9 +54,10 @@ People write TOML. Every key is a field of a spec, and a quantity carries its un
     latency_seconds = "25 us"
     bandwidth_bytes_per_second = "400 Gb/s"
 
-What joins the devices of a host and the hosts may be said too, and what is slow or lost (`topology.py`, `cluster.py`):
+It may also say what joins the devices of a host and the hosts, and what is slow or lost; keys like these are those of
+`topology`, for a cluster of two devices a host:
 
-    stragglers = [{device = 5, slowdown = 1.3}]
+    stragglers = [{device = 1, slowdown = 1.3}]
     link_faults = [{host = 0, ends = ["nic1", "network"], bandwidth_ratio = 0}]   # lost
     jitter = 0.05
 

@@ -127,14 +127,14 @@ def cluster_of(path: Path, model: str | None = None) -> ClusterSpec:
 
 def routes_of(cluster: ClusterSpec, a: int, b: int) -> set[str]:
     """Return the links between two devices."""
-    routes = fabric_of(cluster)._hosts[0].routes
+    routes = fabric_of(cluster).hosts[0].routes
     assert routes is not None
     return set(routes.between_devices(a, b) or ())
 
 
 def nics_of(cluster: ClusterSpec) -> list[tuple[int, ...]]:
     """Return the network cards of each device of a host."""
-    host = fabric_of(cluster)._hosts[0]
+    host = fabric_of(cluster).hosts[0]
     return [host.nics_of(device, frozenset(range(cluster.num_nics))) for device in range(cluster.devices_per_host)]
 
 
@@ -182,7 +182,7 @@ def test_below_one_switch_traffic_stays_there():
     cluster = cluster_of(XML / "aws_p4d_a100.xml")
     # NVLink comes first; the card is below the switch of its two GPUs.
     assert nics_of(cluster) == [(0,), (0,), (1,), (1,), (2,), (2,), (3,), (3,)]
-    assert set(fabric_of(cluster)._hosts[0].to_nic(0, 0)) == {"device0>pcie0", "pcie0>nic0"}
+    assert set(fabric_of(cluster).hosts[0].to_nic(0, 0)) == {"device0>pcie0", "pcie0>nic0"}
 
 
 def test_xgmi_rings_of_rccl_are_found():

@@ -45,6 +45,7 @@ from simulator.specs.order import OrderSpec
 from simulator.specs.plan import Exchange
 from simulator.specs.program import Phase, Stream, TaskKind
 from simulator.specs.search import BatchKind, SearchSpec
+from simulator.specs.topology import LinkFault, NetworkSpec, Straggler
 from simulator.specs.trace import Span, Trace, TraceOrigin
 from simulator.specs.train import TrainSpec
 from simulator.specs.units import Dimension, exact_quantity
@@ -113,6 +114,18 @@ def test_the_documented_cluster_is_read_as_documented(tmp_path):
     assert (cluster.name, cluster.num_devices) == ("office", 2)
     assert cluster.device == BUILT_IN_CLUSTERS["h100x8-ndr"].device
     assert cluster.host_link == LinkSpec(latency_seconds=25 * 1e-6, bandwidth_bytes_per_second=5e10)
+
+
+def test_the_documented_topology_is_read_as_documented(tmp_path):
+    text = documented("topology")
+    keys, tables = text.split("[host]", 1)
+    cluster = read_cluster(written(tmp_path, f"{keys}\n{documented('cluster.toml')}\n[host]{tables}"))
+    assert cluster.stragglers == (Straggler(device=1, slowdown=1.3),)
+    assert cluster.link_faults == (LinkFault(ends=("nic1", "network"), host=0, bandwidth_ratio=0.0),)
+    assert cluster.jitter == 0.05
+    assert cluster.host is not None
+    assert (cluster.host.num_nics, cluster.host.gpu_direct) == (2, False)
+    assert cluster.network == NetworkSpec(hosts_per_leaf=32, oversubscription=2.0, rails=True)
 
 
 @given(run=runs)
