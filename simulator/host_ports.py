@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from simulator.rings import ring_loads
 from simulator.routes import HostRoutes, Route, port_name
 from simulator.specs.cluster import ClusterSpec
-from simulator.specs.topology import DEVICE, HOST, NETWORK, NIC, LinkFault
+from simulator.specs.topology import DEVICE, HOST, NETWORK, NIC, LinkFault, LinkKind
 
 Floats = NDArray[np.float64]
 
@@ -79,9 +79,12 @@ class HostPorts:
         return {port: float(load) for port, load in zip(self._ports, loads, strict=True) if load > 0}
 
     def _nearest_device(self, nic: int) -> int:
-        """Return the device that is next to a network card."""
-        far = (9, 9)
-        return min(range(self._num_devices), key=lambda device: (self._distance(device, nic) or far, device))
+        """Return the device that a network card serves or, where it serves none, that is next to it."""
+        nics = frozenset(range(len(self.nic_rates)))
+        served = (device for device in range(self._num_devices) if nic in self.nics_of(device, nics))
+        far = (len(LinkKind), 0)
+        nearest = min(range(self._num_devices), key=lambda device: (self._distance(device, nic) or far, device))
+        return next(served, nearest)
 
     def _to_nic(self, device: int, nic: int) -> Route:
         """Return what a byte from a device to a network card puts on links; nothing where no link leads to it."""

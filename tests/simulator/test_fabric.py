@@ -457,3 +457,16 @@ def test_an_all_to_all_of_a_thousand_ranks_is_priced_in_a_second():
     flows = all_flows(fabric_of(cluster), traffic, 128)
     # Ports of a host that carry the same are one flow, beside one a device.
     assert len(flows) < 1024 + 128 * 8 + 2 * cluster.num_leaves
+
+
+@pytest.mark.parametrize("name", ["a100x8-hdr", "h100x8-ndr", "h200x8-roce", "b200x8-ndr"])
+@pytest.mark.parametrize("traffic", range(2), ids=["ring", "pairs"])
+def test_between_whole_hosts_nvswitch_and_rails_cost_what_their_cards_do(name, traffic):
+    # With a card a device, NVLink and nothing over-subscribed, a topology adds nothing to what devices and cards carry.
+    cluster = BUILT_IN_CLUSTERS[name]
+    plain = replace(cluster, host=None, network=None)
+    found = traffics(16)[traffic]
+    with_topology, without = (
+        seconds_of(fabric_of(each), fabric_of(each).host_flows(found)) for each in (cluster, plain)
+    )
+    assert with_topology == pytest.approx(without)
