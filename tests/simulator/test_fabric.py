@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from simulator.collectives import CollectiveCosts
 from simulator.errors import PlanError, SpecError
 from simulator.fabric import Fabric, Traffic, fabric_of
-from simulator.specs.cluster import BUILT_IN_CLUSTERS, ClusterSpec
+from simulator.specs.cluster import BUILT_IN_CLUSTERS, ClusterSpec, LinkSpec
 from simulator.specs.cost import Flow
-from simulator.specs.program import COLLECTIVES, TaskKind
+from simulator.specs.program import COLLECTIVES, Task, TaskKind
 from simulator.specs.topology import HostLink, HostTopology, LinkFault, LinkKind, NetworkSpec
 from simulator.specs.units import GB
 from tests.made import made_cluster, made_collective
@@ -470,3 +470,27 @@ def test_between_whole_hosts_nvswitch_and_rails_cost_what_their_cards_do(name, t
         seconds_of(fabric_of(each), fabric_of(each).host_flows(found)) for each in (cluster, plain)
     )
     assert with_topology == pytest.approx(without)
+
+
+@given(cluster=clusters, factor=st.floats(1, 100))
+def test_wider_ports_and_more_spines_are_never_slower(cluster, factor):
+    def times(link: LinkSpec) -> LinkSpec:
+        return replace(link, bandwidth_bytes_per_second=factor * link.bandwidth_bytes_per_second)
+
+    wider = [
+        replace(cluster, device_link=times(cluster.device_link)),
+        replace(cluster, host_link=times(cluster.host_link)),
+    ]
+    if cluster.network is not None:
+        ratio = 1 + (cluster.network.oversubscription - 1) / factor
+        wider.append(replace(cluster, network=replace(cluster.network, oversubscription=ratio)))
+    for kind in COLLECTIVES:
+        tasks = made_collective(kind, 10**7, cluster.num_devices)
+        before, *after = (seconds_of_price(each, tasks) for each in (cluster, *wider))
+        assert max(after) <= (1 + 1e-6) * before
+
+
+def seconds_of_price(cluster: ClusterSpec, tasks: tuple[Task, ...]) -> float:
+    cost = CollectiveCosts(cluster, None).price(tasks)
+    own = max((flow.num_bytes / flow.max_bytes_per_second for flow in cost.flows), default=0.0)
+    return cost.latency_seconds + max(own, seconds_of(fabric_of(cluster), list(cost.flows)))
