@@ -23,12 +23,3 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"the team's data folder {folder} is not on this machine")
     return folder
-
-
-@pytest.fixture(scope="session")
-def shared_samples() -> Path:
-    """Folder of real files that users have: topologies, traces and logs."""
-    folder = SHARED / "samples"
-    if not folder.is_dir():
-        pytest.skip(f"the team's samples folder {folder} is not on this machine")
-    return folder
