@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
+from executor.cli_cluster import cluster_app
 from executor.cli_errors import (
     existing_calibration,
     require_writable,
@@ -49,17 +50,15 @@ from simulator.readers.graphs import Graph, read_graph
 from simulator.readers.inspect import graph_statistics
 from simulator.simulation import simulate
 from simulator.specs.calibration import Calibration
-from simulator.specs.cluster import BUILT_IN_CLUSTERS, ClusterSpec
+from simulator.specs.cluster import ClusterSpec
 from simulator.specs.convert import to_plain
 from simulator.specs.files import (
-    cluster_toml,
     read_calibration,
     read_plan,
     read_run,
     write_calibration,
     write_fanout,
     write_plan,
-    write_text_atomic,
     write_trace,
 )
 from simulator.specs.graph import GraphFile, GraphSource, GraphSpec
@@ -76,6 +75,8 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
 )
+
+app.add_typer(cluster_app, name="cluster")
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 QuietFlag = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")]
@@ -145,26 +146,6 @@ def inspect(
             graph, seed=0, folder=Path(folder), cache_rows=INSPECTED_CACHE_ROWS, on_progress=progress
         )
     output.result(statistics_json(statistics, cuts, orders), *statistics_tables(statistics, cuts, orders))
-
-
-@app.command()
-def cluster(
-    name: Annotated[str, typer.Argument(help="local, h200x8 or h100x8-ndr.")],
-    out: Annotated[Path | None, typer.Option(help="Write it to this TOML file, to be edited.")] = None,
-    json: JsonFlag = False,
-    quiet: QuietFlag = False,
-) -> None:
-    """Print a cluster by name as TOML, which a run.toml can name as its cluster's file once edited.
-
-    Example: graphpilot cluster h100x8-ndr --out my-cluster.toml
-    """
-    if name != "local" and name not in BUILT_IN_CLUSTERS:
-        raise SpecError(f"name must be one of local, {', '.join(BUILT_IN_CLUSTERS)}, got {name!r}")
-    found = _cluster(None if name == "local" else BUILT_IN_CLUSTERS[name])
-    if out is not None:
-        require_writable(out)
-        write_text_atomic(out, cluster_toml(found))
-    Output(json, quiet).result(dict(_plain(found)), cluster_toml(found).rstrip())
 
 
 @app.command()

@@ -7,6 +7,7 @@ from simulator.specs.graph import GraphSpec
 from simulator.specs.model import ModelSpec
 from simulator.specs.plan import Plan
 from simulator.specs.program import Program, Task
+from simulator.specs.topology import HostLink, HostTopology, LinkFault, LinkKind, NetworkSpec, Straggler
 from simulator.specs.trace import Span, Trace
 from simulator.specs.train import TrainSpec
 
@@ -15,11 +16,17 @@ __all__ = [
     "ClusterSpec",
     "DeviceSpec",
     "GraphSpec",
+    "HostLink",
+    "HostTopology",
+    "LinkFault",
+    "LinkKind",
     "LinkSpec",
     "ModelSpec",
+    "NetworkSpec",
     "Plan",
     "Program",
     "Span",
+    "Straggler",
     "Task",
     "Trace",
     "TrainSpec",

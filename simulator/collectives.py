@@ -8,29 +8,21 @@ so collectives that run at once share ports.
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from simulator.fabric import Traffic, fabric_of
 from simulator.specs.calibration import Calibration, CollectiveSample
 from simulator.specs.cluster import ClusterSpec
 from simulator.specs.cost import CollectiveCost, Flow, Port
 from simulator.specs.program import Task, TaskKind
 
-DEVICE_OUT, DEVICE_IN, HOST_OUT, HOST_IN = "device_out", "device_in", "host_out", "host_in"
 
-
-def port_capacities(cluster: ClusterSpec) -> dict[Port, float]:
-    """Return the rate of each port: every device's to its host, every host's network cards taken together."""
-    device_rate = cluster.device_link.bandwidth_bytes_per_second
-    host_rate = cluster.host_link.bandwidth_bytes_per_second * cluster.devices_per_host
-    ports: dict[Port, float] = {}
-    for device in range(cluster.num_devices):
-        ports[DEVICE_OUT, device] = ports[DEVICE_IN, device] = device_rate
-    for host in range(cluster.num_hosts):
-        ports[HOST_OUT, host] = ports[HOST_IN, host] = host_rate
-    return ports
+def port_capacities(cluster: ClusterSpec) -> Mapping[Port, float]:
+    """Return the rate of each port of a cluster, in bytes per second."""
+    return fabric_of(cluster).capacities
 
 
 class CollectiveCosts:
@@ -42,6 +34,7 @@ class CollectiveCosts:
 
     def __init__(self, cluster: ClusterSpec, calibration: Calibration | None) -> None:
         self._cluster = cluster
+        self._fabric = fabric_of(cluster)
         self._curves: dict[tuple[TaskKind, int], list[CollectiveSample]] = defaultdict(list)
         for sample in calibration.collectives if calibration else ():
             self._curves[sample.kind, sample.num_ranks].append(sample)
@@ -109,29 +102,22 @@ class CollectiveCosts:
         return float(np.median([sample.host_seconds for sample in curve])), latency, seconds - latency
 
     def _flows(self, tasks: tuple[Task, ...], seconds: float, *, spans_hosts: bool) -> tuple[Flow, ...]:
-        """Return one flow a device, in and out together, that alone takes `seconds`, and one a host."""
-        rate = self._cluster.device_link.bandwidth_bytes_per_second
-        flows = [
-            Flow(num_bytes=seconds * rate, ports=((DEVICE_OUT, rank), (DEVICE_IN, rank)), max_bytes_per_second=rate)
-            for rank in tasks[0].group
-            if seconds > 0
-        ]
-        return (*flows, *self._host_flows(tasks)) if spans_hosts else tuple(flows)
+        """Return flows that alone take `seconds` or, where links between the devices or hosts need longer, as long."""
+        traffic = _traffic(tasks)
+        flows = [*self._fabric.device_flows(traffic.group, seconds), *self._fabric.link_flows(traffic)]
+        return (*flows, *self._host_flows(traffic)) if spans_hosts else tuple(flows)
 
-    def _host_flows(self, tasks: tuple[Task, ...]) -> list[Flow]:
-        """Return the bytes that leave and enter each host; rings cross a host's boundary once for all its ranks."""
-        group = tasks[0].group
-        host_rate = self._cluster.host_link.bandwidth_bytes_per_second * self._cluster.devices_per_host
-        flows = []
-        for host in sorted({self._cluster.host_of(rank) for rank in group}):
-            members = [index for index, rank in enumerate(group) if self._cluster.host_of(rank) == host]
-            sent = _bytes_leaving(tasks, members)
-            if sent > 0:
-                ports = ((HOST_OUT, host), (HOST_IN, host))
-                # A rank reaches only its own network card's rate.
-                rate = min(host_rate, self._cluster.host_link.bandwidth_bytes_per_second * len(members))
-                flows.append(Flow(num_bytes=sent, ports=ports, max_bytes_per_second=rate))
-        return flows
+    def _host_flows(self, traffic: Traffic) -> list[Flow]:
+        """Return the bytes that leave and enter each host."""
+        return self._fabric.host_flows(traffic)
+
+
+def _traffic(tasks: Sequence[Task]) -> Traffic:
+    """Return what the ranks of a collective send."""
+    kind, group = tasks[0].kind, tasks[0].group
+    if kind is TaskKind.ALL_TO_ALL:
+        return Traffic(group=group, pair_bytes=np.array([task.shape for task in tasks], dtype=float))
+    return Traffic(group=group, ring_bytes=max(task.num_bytes for task in tasks) * _wire_ratio(kind, len(tasks)))
 
 
 def _priced_bytes(tasks: Sequence[Task]) -> float:
@@ -158,20 +144,6 @@ def _wire_ratio(kind: TaskKind, num_ranks: int) -> float:
             return (p - 1) / p
         case _:
             return 1.0  # an all-to-all's bytes are counted without a rank's own share
-
-
-def _bytes_leaving(tasks: Sequence[Task], members: Sequence[int]) -> float:
-    """Return the bytes that go from some ranks of a group to the others, the larger of out and in."""
-    kind = tasks[0].kind
-    if kind is TaskKind.ALL_TO_ALL:
-        others = [index for index in range(len(tasks)) if index not in set(members)]
-        out = sum(tasks[member].shape[other] for member in members for other in others)
-        back = sum(tasks[other].shape[member] for member in members for other in others)
-        return float(max(out, back))
-    if len(members) == len(tasks):
-        return 0.0
-    # One ring through all ranks enters and leaves each host once a channel: what a single rank's port carries.
-    return max(task.num_bytes for task in tasks) * _wire_ratio(kind, len(tasks))
 
 
 def _interpolate(curve: Sequence[CollectiveSample], num_bytes: float) -> float:

@@ -1,6 +1,7 @@
 """Why a plan cannot run here, in sentences."""
 
 from simulator.exchanges import rows_per_message, wire_dtype
+from simulator.fabric import fabric_of
 from simulator.gradients import MAX_TOP_K_ELEMENTS, buckets_of, is_factorised
 from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.gradients import CompressionKind
@@ -24,6 +25,7 @@ def violations(plan: Plan, graph: GraphSpec, model: ModelSpec, cluster: ClusterS
         *_layer_violations(plan, model),
         *_exchange_violations(plan, model),
         *_host_violations(plan, cluster),
+        *_link_violations(plan, cluster),
         *_step_violations(plan, cluster),
         *_gradient_violations(plan, graph, model),
     ]
@@ -235,6 +237,17 @@ def _host_violations(plan: Plan, cluster: ClusterSpec) -> list[str]:
             "use halo where buffers would not fit"
         )
     return found
+
+
+def _link_violations(plan: Plan, cluster: ClusterSpec) -> list[str]:
+    """Say between which ranks of a plan no link is left."""
+    pair = fabric_of(cluster).missing_pair(tuple(range(min(plan.num_ranks, cluster.num_devices))))
+    if pair is None:
+        return []
+    return [
+        f"link_faults leave no way from rank {pair[0]} to rank {pair[1]}: train on fewer ranks, or mend a link of host "
+        f"{cluster.host_of(pair[0])}"
+    ]
 
 
 def has_ranks_without_heads(plan: Plan, model: ModelSpec) -> bool:

@@ -1,6 +1,8 @@
 """simulate(): check, lower, price, run."""
 
 import math
+import statistics
+import zlib
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -23,6 +25,7 @@ from simulator.workload import lower
 
 # Deciles of a normal distribution lie this many deviations from its median.
 _DECILE_DEVIATIONS = 1.2816
+_NORMAL = statistics.NormalDist()
 # Steps of a chain on a GPU, whose host runs ahead: the last one's period is that of a long run.
 _STEPS_IN_A_CHAIN = 3
 # Of one operation in a CUDA graph: 0.95 us on an H200 (../shared/DESIGN.md section 7).
@@ -83,7 +86,7 @@ def simulate(
         step: which step; cluster batches differ.
         seed: `TrainSpec.seed`, and of the trials.
         trials: how many steps to draw; the first has every cost at its median and gives the spans, the others draw
-            each cost from its spread, which gives the interval of `step_seconds`.
+            each cost from its spread, which gives the interval of `step_seconds`. The cluster's jitter is drawn in all.
 
     Raises:
         PlanError: if the plan cannot run on the cluster.
@@ -101,10 +104,11 @@ def simulate_with(
     cluster = costs.cluster
     program = lower(plan, graph, model, cluster, step=step, seed=seed)
     generator = np.random.default_rng(seed)
-    spans, seconds = _run(costs, plan, program, _Medians())
+    spans, seconds = _run(costs, plan, program, _Medians(), seed=seed)
     durations = [seconds]
-    for _ in range(trials - 1):
-        durations.append(_run(costs, plan, program, _Draws(generator=generator))[1])
+    for trial in range(1, trials):
+        draws = _Draws(generator=generator, trial=trial)
+        durations.append(_run(costs, plan, program, draws, seed=seed)[1])
     return Trace(
         origin=TraceOrigin.SIMULATED,
         num_ranks=plan.num_ranks,
@@ -127,6 +131,8 @@ def _measurable_bytes(
 class _Medians:
     """Every cost at its median."""
 
+    trial = 0
+
     def factor(self, task: Task, log_spread: float) -> float:
         """Return one."""
         del task, log_spread
@@ -138,6 +144,7 @@ class _Draws:
     """Costs of one trial: a factor for each kind and phase, since what makes one task slow makes its likes slow."""
 
     generator: np.random.Generator
+    trial: int
     deviations: dict[tuple[TaskKind, Phase], float] = field(default_factory=dict)
 
     def factor(self, task: Task, log_spread: float) -> float:
@@ -148,7 +155,17 @@ class _Draws:
         return math.exp(self.deviations[key] * log_spread / _DECILE_DEVIATIONS)
 
 
-def _run(costs: Pricing, plan: Plan, program: Program, draws: _Medians | _Draws) -> tuple[tuple[Span, ...], float]:
+def _jitter(cluster: ClusterSpec, *key: object) -> float:
+    """Return the factor by which a cluster's jitter lengthens one task; the same key draws the same."""
+    if cluster.jitter == 0:
+        return 1.0
+    share = (zlib.crc32("/".join(map(str, key)).encode()) + 0.5) / 2**32
+    return math.exp(cluster.jitter * abs(_NORMAL.inv_cdf(share)))
+
+
+def _run(
+    costs: Pricing, plan: Plan, program: Program, draws: _Medians | _Draws, *, seed: int
+) -> tuple[tuple[Span, ...], float]:
     cluster = costs.cluster
     computes = costs.of(min(plan.num_ranks, cluster.devices_per_host))
 
@@ -156,16 +173,18 @@ def _run(costs: Pricing, plan: Plan, program: Program, draws: _Medians | _Draws)
     overhead_seconds = costs.calibration.task_overhead_seconds
     is_replayed = plan.step_mode is StepMode.CUDA_GRAPH
 
-    def compute_cost(_: int, task: Task) -> TaskCost:
+    def compute_cost(rank: int, task: Task) -> TaskCost:
         cost = computes.price(task)
+        delay = cluster.slowdown(rank) * _jitter(cluster, seed, draws.trial, rank, task.name)
         return TaskCost(
             host_seconds=_REPLAYED_LAUNCH_SECONDS if is_replayed else cost.host_seconds + overhead_seconds,
-            device_seconds=cost.device_seconds * draws.factor(task, computes.log_spread(task)),
+            device_seconds=cost.device_seconds * draws.factor(task, computes.log_spread(task)) * delay,
         )
 
     def collective_cost(tasks: tuple[Task, ...]) -> CollectiveCost:
         cost = costs.collectives.price(tasks)
         factor = draws.factor(tasks[0], costs.collectives.log_spread(tasks[0]))
+        factor *= _jitter(cluster, seed, draws.trial, tasks[0].group, tasks[0].name)
         flows = tuple(replace(flow, num_bytes=flow.num_bytes * factor) for flow in cost.flows)
         return CollectiveCost(
             host_seconds=cost.host_seconds + overhead_seconds,

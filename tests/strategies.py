@@ -49,6 +49,7 @@ from simulator.specs.program import (
 from simulator.specs.run import RunSpec
 from simulator.specs.sampling import NeighbourKind, NeighbourSpec
 from simulator.specs.search import BatchKind, SearchSpec
+from simulator.specs.topology import HostLink, HostTopology, LinkFault, LinkKind, NetworkSpec, Straggler
 from simulator.specs.trace import Span, Trace, TraceOrigin
 from simulator.specs.train import TrainSpec
 from simulator.specs.units import Dtype
@@ -78,15 +79,70 @@ devices = st.builds(
     cache_bytes=st.integers(0, 2**40),
 )
 links = st.builds(LinkSpec, latency_seconds=st.floats(0, 1e-2), bandwidth_bytes_per_second=st.floats(1e6, 1e13))
-clusters = st.builds(
-    ClusterSpec,
-    name=texts,
-    num_hosts=st.integers(1, 4),
-    devices_per_host=st.integers(1, 8),
-    device=devices,
-    device_link=links,
-    host_link=links,
-)
+port_rates = st.floats(1e6, 1e13)
+
+
+@st.composite
+def host_topologies(draw: st.DrawFn, num_devices: int, *, num_nics: int | None = None) -> HostTopology:
+    """Return a host of PCIe switches on sockets, with NVLink to a switch, from device to device, or without it."""
+    num_nics = draw(st.integers(0, 3)) if num_nics is None else num_nics
+    num_switches, num_sockets = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    switches = st.integers(0, num_switches - 1).map(lambda number: f"pcie{number}")
+    joins = [(f"device{number}", draw(switches), LinkKind.PCIE) for number in range(num_devices)]
+    joins += [(f"nic{number}", draw(switches), LinkKind.PCIE) for number in range(num_nics)]
+    joins += [
+        (f"pcie{number}", f"socket{number % num_sockets}", LinkKind.HOST_BRIDGE) for number in range(num_switches)
+    ]
+    if num_sockets == 2:
+        joins.append(("socket0", "socket1", LinkKind.SOCKET))
+    nvlink = draw(st.sampled_from(["none", "switch", "mesh"]))
+    if nvlink == "switch":
+        joins += [(f"device{number}", "nvswitch", LinkKind.NVLINK) for number in range(num_devices)]
+    if nvlink == "mesh" and num_devices > 1:
+        pairs = [(a, b) for a in range(num_devices) for b in range(a)]
+        chosen = draw(st.lists(st.sampled_from(pairs), unique=True))
+        joins += [(f"device{a}", f"device{b}", LinkKind.NVLINK) for a, b in chosen]
+    return HostTopology(
+        links=tuple(
+            HostLink(ends=(a, b), kind=kind, bandwidth_bytes_per_second=draw(port_rates)) for a, b, kind in joins
+        ),
+        gpu_direct=draw(st.booleans()) if num_nics else True,
+        peer_access=draw(st.booleans()),
+    )
+
+
+@st.composite
+def _clusters(draw: st.DrawFn) -> ClusterSpec:
+    num_hosts, devices_per_host = draw(st.integers(1, 4)), draw(st.integers(1, 8))
+    host = draw(st.none() | host_topologies(devices_per_host))
+    has_nics = host is not None and host.num_nics > 0
+    hosts_per_leaf = draw(st.none() | st.integers(1, 4))
+    rails = draw(st.booleans())
+    network = NetworkSpec(
+        hosts_per_leaf=hosts_per_leaf,
+        oversubscription=draw(st.floats(1, 8)) if rails or hosts_per_leaf else 1.0,
+        rails=rails,
+        nics_per_host=None if has_nics else draw(st.none() | st.integers(1, 4)),
+    )
+    slow = draw(st.lists(st.integers(0, num_hosts * devices_per_host - 1), max_size=2, unique=True))
+    fault = LinkFault(ends=("device0", "host"), host=0, bandwidth_bytes_per_second=draw(port_rates))
+    other = LinkFault(ends=("nic0", "network"), bandwidth_ratio=draw(st.floats(0.1, 1)))
+    return ClusterSpec(
+        name=draw(texts),
+        num_hosts=num_hosts,
+        devices_per_host=devices_per_host,
+        device=draw(devices),
+        device_link=draw(links),
+        host_link=draw(links),
+        host=host,
+        network=draw(st.sampled_from([None, network])),
+        stragglers=tuple(Straggler(device=device, slowdown=draw(st.floats(1, 3))) for device in slow),
+        link_faults=draw(st.sampled_from([(), (fault,), (fault, other)])),
+        jitter=draw(st.sampled_from([0.0, 0.1])),
+    )
+
+
+clusters = _clusters()
 
 
 # --- Graphs.
@@ -549,7 +605,7 @@ def _programs(draw: st.DrawFn) -> Program:
 
 
 programs = _programs()
-tasks = programs.flatmap(lambda program: st.sampled_from(program.tasks[0]))
+tasks = programs.filter(lambda program: program.tasks[0]).flatmap(lambda program: st.sampled_from(program.tasks[0]))
 
 
 # --- Traces.

@@ -16,7 +16,7 @@ LAYERS = ("simulator.errors", "simulator.specs", "simulator", "planner", "execut
 ORDER = {"simulator.errors": 0, "simulator.specs": 1, "simulator": 2, "planner": 3, "executor": 4}
 # Modules that may import below the top: the command, so that planning starts without torch, and encodings, since most
 # runs have none and PyG takes 1.9 s to import.
-LATE_IMPORTERS = ("executor.cli", "executor.encodings")
+LATE_IMPORTERS = ("executor.cli", "executor.cli_cluster", "executor.encodings")
 # What only `executor` may import: torch, and what imports it.
 TORCH = ("torch", "torch_geometric", "triton")
 

@@ -84,7 +84,25 @@ def cluster_words(cluster: ClusterSpec) -> str:
         if is_used:
             rate = format_quantity(link.bandwidth_bytes_per_second, Dimension.BYTES_PER_SECOND)
             words.append(f"{rate} and {format_quantity(link.latency_seconds, Dimension.SECONDS)} {place}")
-    return "; ".join(words)
+    if cluster.network is not None and cluster.num_hosts > 1:
+        switches = f"leaf switches: {cluster.num_leaves}, oversubscribed {cluster.network.oversubscription:g} to 1"
+        words.append(switches + ", by rail" * cluster.network.rails)
+    return "; ".join([*words, *fault_words(cluster)])
+
+
+def fault_words(cluster: ClusterSpec) -> list[str]:
+    """Return what of a cluster is slow or lost."""
+    words = [f"device {each.device} takes {each.slowdown:g} times as long" for each in cluster.stragglers]
+    for fault in cluster.link_faults:
+        place = "" if fault.host is None else f" of host {fault.host}"
+        rate = fault.bandwidth_bytes_per_second
+        left = (
+            f"{fault.bandwidth_ratio:g} of its rate"
+            if rate is None
+            else format_quantity(rate, Dimension.BYTES_PER_SECOND)
+        )
+        words.append(f"link from {fault.ends[0]} to {fault.ends[1]}{place}: {left}")
+    return words + [f"jitter {cluster.jitter:g}"] * (cluster.jitter > 0)
 
 
 def train_words(train: TrainSpec) -> str:

@@ -1,84 +1,44 @@
-"""DeviceSpec, LinkSpec, ClusterSpec: the machines, and three of them by name."""
+"""ClusterSpec: the machines, and some of them by name."""
 
-from dataclasses import dataclass
-from enum import StrEnum
+from dataclasses import dataclass, replace
 
-from simulator.specs.checks import require_at_least, require_positive
-from simulator.specs.units import GB, GIB, MIB, MICROSECOND, TERA, Dtype
+from simulator.specs.checks import require, require_at_least, require_positive
+from simulator.specs.device import DeviceKind, DeviceSpec, LinkSpec
+from simulator.specs.machines import FABRICS, H100, H200, HOSTS, NVLINK4
+from simulator.specs.topology import (
+    DEVICE,
+    HOST,
+    LEAF,
+    NETWORK,
+    NIC,
+    SPINE,
+    HostTopology,
+    LinkFault,
+    NetworkSpec,
+    Straggler,
+    number_of,
+    stem_of,
+)
 
-
-class DeviceKind(StrEnum):
-    """What a rank computes on; it decides the communication library too."""
-
-    CPU = "cpu"  # one core, gloo
-    CUDA = "cuda"  # one GPU, NCCL
-
-    @property
-    def backend(self) -> str:
-        """The torch.distributed backend."""
-        return {DeviceKind.CPU: "gloo", DeviceKind.CUDA: "nccl"}[self]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceSpec:
-    """What one rank computes on.
-
-    Attributes:
-        kind: CPU core or GPU.
-        name: as the system reports it; a calibration is tied to it.
-        memory_bytes: memory that one rank may fill.
-        memory_bandwidth_bytes_per_second: of that memory, reading plus writing.
-        fp32_flops_per_second, bf16_flops_per_second: dense matrix products, without sparsity.
-        cache_bytes: of the last cache before the memory: a GPU's L2, a core's share of L3; 0 where unknown.
-    """
-
-    kind: DeviceKind
-    name: str
-    memory_bytes: int
-    memory_bandwidth_bytes_per_second: float
-    fp32_flops_per_second: float
-    bf16_flops_per_second: float
-    cache_bytes: int = 0
-
-    def __post_init__(self) -> None:
-        require_positive(
-            memory_bytes=self.memory_bytes,
-            memory_bandwidth_bytes_per_second=self.memory_bandwidth_bytes_per_second,
-            fp32_flops_per_second=self.fp32_flops_per_second,
-            bf16_flops_per_second=self.bf16_flops_per_second,
-        )
-        require_at_least(0, cache_bytes=self.cache_bytes)
-
-    def flops_per_second(self, dtype: Dtype) -> float:
-        """Return the peak rate of matrix products in a number format."""
-        return {Dtype.FLOAT32: self.fp32_flops_per_second, Dtype.BFLOAT16: self.bf16_flops_per_second}[dtype]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkSpec:
-    """One direction of a link, under the alpha-beta cost model.
-
-    Attributes:
-        latency_seconds: fixed cost of one message or collective (alpha).
-        bandwidth_bytes_per_second: sustained rate, not line rate (1 / beta).
-    """
-
-    latency_seconds: float
-    bandwidth_bytes_per_second: float
-
-    def __post_init__(self) -> None:
-        require_at_least(0, latency_seconds=self.latency_seconds)
-        require_positive(bandwidth_bytes_per_second=self.bandwidth_bytes_per_second)
+__all__ = ["BUILT_IN_CLUSTERS", "H100", "H200", "NVLINK4", "ClusterSpec", "DeviceKind", "DeviceSpec", "LinkSpec"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
     """Equal hosts of equal devices; rank r sits on device `r % devices_per_host` of host `r // devices_per_host`.
 
+    Without `host` and `network`, the devices of a host share nothing but their own ports, nor do hosts.
+
     Attributes:
         device: what each rank computes on.
         device_link: a device's port to the other devices of its host.
-        host_link: a device's share of its host's network card, to devices of other hosts.
+        host_link: a device's share of its host's network cards, to devices of other hosts.
+        host: what joins the devices of a host.
+        network: what joins the hosts.
+        stragglers: devices that are slow.
+        link_faults: links that are slow or lost; what is left carries the traffic.
+        jitter: of each task a random delay: its time is multiplied by exp(jitter * |z|), z standard normal, drawn anew
+            for each rank and task.
     """
 
     name: str
@@ -87,67 +47,107 @@ class ClusterSpec:
     device: DeviceSpec
     device_link: LinkSpec
     host_link: LinkSpec
+    host: HostTopology | None = None
+    network: NetworkSpec | None = None
+    stragglers: tuple[Straggler, ...] = ()
+    link_faults: tuple[LinkFault, ...] = ()
+    jitter: float = 0.0
 
     def __post_init__(self) -> None:
         require_positive(num_hosts=self.num_hosts, devices_per_host=self.devices_per_host)
+        require_at_least(0, jitter=self.jitter)
+        if self.host is not None:
+            rule = f"must lead to devices_per_host = {self.devices_per_host} devices"
+            require(self.host.num_devices == self.devices_per_host, "host.links", rule, self.host.num_devices)
+        if self.network is not None and self.host is not None and self.host.num_nics > 0:
+            count, rule = self.network.nics_per_host, f"must be left out, as host.links lead to {self.host.num_nics}"
+            require(count is None, "network.nics_per_host", rule, count)
+        slow = [straggler.device for straggler in self.stragglers]
+        require(len(set(slow)) == len(slow), "stragglers", "must name each device once", slow)
+        rule = f"must name devices below {self.num_devices}"
+        require(all(device < self.num_devices for device in slow), "stragglers", rule, slow)
+        for fault in self.link_faults:
+            self._check_fault(fault)
 
     @property
     def num_devices(self) -> int:
         """Devices of all hosts."""
         return self.num_hosts * self.devices_per_host
 
+    @property
+    def num_nics(self) -> int:
+        """Network cards of a host."""
+        if self.host is not None and self.host.num_nics > 0:
+            return self.host.num_nics
+        given = None if self.network is None else self.network.nics_per_host
+        return self.devices_per_host if given is None else given
+
+    @property
+    def num_leaves(self) -> int:
+        """Leaf switches of the network; 0 where there is no description of it."""
+        if self.network is None:
+            return 0
+        return -(-self.num_hosts // self.hosts_per_leaf) * (self.num_nics if self.network.rails else 1)
+
+    @property
+    def hosts_per_leaf(self) -> int:
+        """Hosts that one leaf switch joins."""
+        given = None if self.network is None else self.network.hosts_per_leaf
+        return self.num_hosts if given is None else given
+
+    @property
+    def nic_bytes_per_second(self) -> float:
+        """Rate of one network card."""
+        return self.host_link.bandwidth_bytes_per_second * self.devices_per_host / self.num_nics
+
     def host_of(self, rank: int) -> int:
         """Return the host on which a rank's device sits."""
         return rank // self.devices_per_host
 
+    def slowdown(self, rank: int) -> float:
+        """Return the factor of the time of a rank's compute tasks."""
+        return next((each.slowdown for each in self.stragglers if each.device == rank), 1.0)
 
-# NVIDIA H200 data sheet (2024): 141 GB HBM3e at 4.8 TB/s, 989 TFLOP/s bf16 and 67 TFLOP/s fp32 dense; 143,771 MiB
-# are reported by nvidia-smi. Copies reach 4.3 TB/s and products 788 TFLOP/s on the machine at hand, whose L2 holds
-# 60 MiB (../shared/measured/h200_attention/log.txt).
-H200 = DeviceSpec(
-    kind=DeviceKind.CUDA,
-    name="NVIDIA H200",
-    memory_bytes=143_771 * 2**20,
-    memory_bandwidth_bytes_per_second=4800 * GB,
-    fp32_flops_per_second=67 * TERA,
-    bf16_flops_per_second=989 * TERA,
-    cache_bytes=60 * MIB,
-)
-# NVIDIA H100 SXM5 data sheet (2023): 80 GB HBM3 at 3.35 TB/s, same rates as the H200; NVIDIA H100 architecture paper
-# (2022): 50 MB of L2.
-H100 = DeviceSpec(
-    kind=DeviceKind.CUDA,
-    name="NVIDIA H100 80GB HBM3",
-    memory_bytes=80 * GIB,
-    memory_bandwidth_bytes_per_second=3350 * GB,
-    fp32_flops_per_second=67 * TERA,
-    bf16_flops_per_second=989 * TERA,
-    cache_bytes=50 * MIB,
-)
-# Fourth-generation NVLink: 450 GB/s each way by the data sheet. Sustained 330 GB/s: all_to_all and all_reduce of 1 GiB
-# between two H200s, bus bandwidth (../shared/measured/h200x2/comm.csv). 13 us: all_reduce of 8 bytes on 8 H100s
-# (../shared/nccl_logs/h100_nvlink_allreduce_1n8g_dgxc.txt).
-NVLINK4 = LinkSpec(latency_seconds=13 * MICROSECOND, bandwidth_bytes_per_second=330 * GB)
-# InfiniBand NDR, a card for each GPU: 400 Gb/s by the data sheet. Sustained 49 GB/s a card: ring all_reduce of 16
-# H100s (bus bandwidth over 8 cards, h100_ndr_allreduce_2n16g_RING_minctas24_qps2_nccltests309_siteC.txt in
-# ../shared/nccl_logs); 25 us: all_reduce of 8 bytes there (siteA).
-INFINIBAND_NDR = LinkSpec(latency_seconds=25 * MICROSECOND, bandwidth_bytes_per_second=49 * GB)
+    def _check_fault(self, fault: LinkFault) -> None:
+        """Refuse a fault of a link that the cluster does not have."""
+        known = set() if self.host is None else {frozenset(pair) for link in self.host.links for pair in link.pairs()}
+        first, second = fault.ends
+        implied = {
+            (DEVICE, HOST): self.devices_per_host,
+            (NIC, NETWORK): self.num_nics,
+            (LEAF, SPINE): self.num_leaves,
+        }
+        is_implied = number_of(first) < implied.get((stem_of(first), second), 0)
+        rule = 'must be the ends of a link, such as ["device0", "host"], ["nic0", "network"] or one of host.links'
+        require(is_implied or frozenset(fault.ends) in known, "link_faults.ends", rule, fault.ends)
+        if fault.host is not None:
+            require(fault.host < self.num_hosts, "link_faults.host", f"must be below {self.num_hosts=}", fault.host)
 
-BUILT_IN_CLUSTERS = {
-    "h200x8": ClusterSpec(
-        name="h200x8",
-        num_hosts=1,
-        devices_per_host=8,
-        device=H200,
-        device_link=NVLINK4,
-        host_link=INFINIBAND_NDR,
-    ),
-    "h100x8-ndr": ClusterSpec(
-        name="h100x8-ndr",
-        num_hosts=4,
-        devices_per_host=8,
-        device=H100,
-        device_link=NVLINK4,
-        host_link=INFINIBAND_NDR,
-    ),
-}
+
+def _built_in_clusters() -> dict[str, ClusterSpec]:
+    """Return hosts by themselves, and some of each kind joined by the fabrics that are built with them."""
+    found: dict[str, ClusterSpec] = {}
+    for host in HOSTS:
+        found[host.name] = ClusterSpec(
+            name=host.name,
+            num_hosts=1,
+            devices_per_host=host.num_devices,
+            device=host.device,
+            device_link=host.device_link,
+            host_link=host.host_link(FABRICS[host.fabrics[0]]),
+            host=host.alone,
+        )
+        for name in host.fabrics:
+            fabric = FABRICS[name]
+            found[f"{host.name}-{name}"] = replace(
+                found[host.name],
+                name=f"{host.name}-{name}",
+                num_hosts=4,
+                host_link=host.host_link(fabric),
+                host=host.joined(fabric),
+                network=fabric.network,
+            )
+    return found
+
+
+BUILT_IN_CLUSTERS = _built_in_clusters()

@@ -167,10 +167,18 @@ def _text_dimension(field: str, hint: Any, units: bool) -> Dimension | None:
 
 
 def _number_of(hint: Any) -> Any:
-    """Return the type of the items of a tuple of any length, and any other type as it is."""
+    """Return the type of the items of a tuple of any length, or of what may be left out; any other type as it is."""
     arguments = typing.get_args(hint)
+    if _is_optional(hint):
+        return _single_value(arguments)
     is_list = typing.get_origin(hint) is tuple and arguments[-1] is Ellipsis
     return arguments[0] if is_list else hint
+
+
+def _is_optional(hint: Any) -> bool:
+    """Return whether a hint is that of one plain value or nothing."""
+    is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    return is_union and _single_value(typing.get_args(hint)) is not None
 
 
 def _field_reader(name: str, hint: Any, units: bool) -> Convert:
@@ -178,6 +186,8 @@ def _field_reader(name: str, hint: Any, units: bool) -> Convert:
     if dimension is None:
         return _reader(hint, units)
     read = partial(_read_quantity, dimension, _number_of(hint))
+    if _is_optional(hint):
+        return partial(_optional, read)
     return read if hint in (int, float) else partial(_read_list, read)
 
 
@@ -348,6 +358,8 @@ def _field_writer(name: str, hint: Any, units: bool) -> Convert:
     if dimension is None:
         return _writer(hint, units)
     write = partial(exact_quantity, dimension=dimension)
+    if _is_optional(hint):
+        return partial(_optional, write)
     return write if hint in (int, float) else lambda items: [write(item) for item in items]
 
 

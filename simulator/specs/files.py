@@ -54,12 +54,33 @@ People write TOML. Every key is a field of a spec, and a quantity carries its un
     latency_seconds = "25 us"
     bandwidth_bytes_per_second = "400 Gb/s"
 
+It may also say what joins the devices of a host and the hosts, and what is slow or lost; keys like these are those of
+`topology`, for a cluster of two devices a host:
+
+    stragglers = [{device = 1, slowdown = 1.3}]
+    link_faults = [{host = 0, ends = ["nic1", "network"], bandwidth_ratio = 0}]   # lost
+    jitter = 0.05
+
+    [host]                          # device0 and so on, nic0, socket0; other names are switches
+    links = [
+      {ends = ["device[0-1]", "nvswitch"], kind = "nvlink", bandwidth_bytes_per_second = "450 GB/s"},
+      {ends = ["device[0-1]", "pcie[0-1]"], kind = "pcie", bandwidth_bytes_per_second = "57 GB/s"},
+      {ends = ["nic[0-1]", "pcie[0-1]"], kind = "pcie", bandwidth_bytes_per_second = "57 GB/s"},
+      {ends = ["pcie[0-1]", "socket0"], kind = "host_bridge", bandwidth_bytes_per_second = "57 GB/s"},
+    ]
+    gpu_direct = false              # cards read the memory of sockets alone
+
+    [network]
+    hosts_per_leaf = 32
+    oversubscription = 2.0
+    rails = true
+
 Programs write JSON in base units. `plan.json` (a `PlanFile`), `calibration.json` (a `Calibration`), `fanout.json`
 (a `FanoutComparison`) and `manifest.json` of a checkpoint (a `CheckpointManifest`):
 
     {
       "format": "graphpilot plan",
-      "schema_version": 3,
+      "schema_version": 4,
       "content_sha256": "6f0c...",  # of the content without white space, keys sorted: shows any later change
       "content": {"graph": {"source": {"path": "/data/cora.npz", ...}, "num_nodes": 2708, ...}, "plan": {...}, ...}
     }
@@ -80,6 +101,7 @@ Traces are Chrome trace JSON (`chrome.py`), one event a line:
     ]}
 """
 
+import dataclasses
 import json
 import os
 import re
@@ -122,7 +144,8 @@ def read_run(path: Path) -> RunSpec:
 def run_toml(run: RunSpec) -> str:
     """Return the text of a `run.toml` that `read_run` turns into an equal value."""
     tables = to_plain(run, units=True)
-    return toml_text({**tables, "cluster": tables["cluster"] or {"name": LOCAL}})
+    cluster = {"name": LOCAL} if run.cluster is None else _cluster_table(run.cluster)
+    return toml_text({**tables, "cluster": cluster})
 
 
 def read_cluster(path: Path) -> ClusterSpec:
@@ -139,7 +162,7 @@ def read_cluster(path: Path) -> ClusterSpec:
 
 def cluster_toml(cluster: ClusterSpec) -> str:
     """Return the text of a `cluster.toml` that `read_cluster` turns into an equal value."""
-    return toml_text(to_plain(cluster, units=True))
+    return toml_text(_cluster_table(cluster))
 
 
 def write_cluster(path: Path, cluster: ClusterSpec) -> None:
@@ -304,6 +327,13 @@ def _cluster_of_run(table: dict[str, Any], path: Path) -> dict[str, Any] | None:
         raise SpecError(f"{path}: {rule}, got {shown(file)} and {shown(table.get('name'))}")
     changes = {key: value for key, value in table.items() if key != "file"}
     return merged(to_plain(read_cluster(path.parent / file), units=True), changes)
+
+
+def _cluster_table(cluster: ClusterSpec) -> dict[str, Any]:
+    """Return what must be said of a cluster: all but what it has by default."""
+    defaults = {field.name: field.default for field in dataclasses.fields(ClusterSpec)}
+    table = to_plain(cluster, units=True)
+    return {key: value for key, value in table.items() if getattr(cluster, key) != defaults[key]}
 
 
 def _read_text(path: Path) -> str:

@@ -21,6 +21,7 @@ from simulator.specs.graph import GraphFile, GraphSpec
 from simulator.specs.model import EdgeBias, ModelSpec
 from simulator.specs.plan import Exchange, ExchangePayload, PartitionMethod, PartitionSpec, PartSpec, Plan, Recompute
 from simulator.specs.program import SHAPE_FIELDS, Phase, Stream, TaskKind, task_name
+from simulator.specs.topology import LinkFault, Straggler
 from simulator.specs.trace import Span, Trace, TraceOrigin
 from simulator.specs.train import TrainSpec
 from simulator.specs.units import GIB, MIB, Dtype
@@ -491,3 +492,20 @@ def test_chromium_draws_ten_thousand_tasks(tmp_path):
     drawn = document.split('id="timeline-chart"')[1].split("</figure>")[0]
     assert drawn.count('class="point"') >= 2 * 36 * len(step_tasks(5))
     assert "CONSOLE" not in log, log
+
+
+def test_what_of_a_cluster_is_slow_or_lost_is_told():
+    faults = (
+        LinkFault(ends=("nic1", "network"), host=2, bandwidth_ratio=0),
+        LinkFault(ends=("device0", "nvswitch"), bandwidth_bytes_per_second=1e9),
+    )
+    cluster = replace(
+        BUILT_IN_CLUSTERS["h100x8-ndr"],
+        stragglers=(Straggler(device=3, slowdown=1.5),),
+        link_faults=faults,
+        jitter=0.1,
+    )
+    assert words.cluster_words(cluster).endswith(
+        "; leaf switches: 8, oversubscribed 1 to 1, by rail; device 3 takes 1.5 times as long; "
+        "link from nic1 to network of host 2: 0 of its rate; link from device0 to nvswitch: 1 GB/s; jitter 0.1"
+    )

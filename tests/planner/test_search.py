@@ -30,6 +30,7 @@ from simulator.specs.order import NodeOrder, OrderSpec
 from simulator.specs.plan import Exchange, ExchangePayload, Plan, Recompute
 from simulator.specs.program import TaskKind
 from simulator.specs.search import BatchKind, SearchSpec
+from simulator.specs.topology import LinkFault, Straggler
 from simulator.specs.train import TrainSpec
 from simulator.specs.units import Dtype
 from tests.made import (
@@ -263,6 +264,20 @@ def test_rows_cross_between_hosts_once_where_their_link_is_slow(folder):
 
 
 # --- What else the file says.
+
+
+def test_a_straggler_or_a_lost_link_leaves_the_work_to_fewer_ranks(folder):
+    cluster = made_cluster(devices_per_host=4)
+    search = SearchSpec(batches=(BatchKind.FULL_GRAPH,))
+    assert found(folder, cluster=cluster, search=search, calibration=FAST_TALK).plan.num_ranks == 4
+    slow = dataclasses.replace(cluster, stragglers=(Straggler(device=3, slowdown=50),))
+    assert found(folder, cluster=slow, search=search, calibration=FAST_TALK).plan.num_ranks < 4
+    fault = LinkFault(ends=("device3", "host"), bandwidth_ratio=0)
+    file = found(
+        folder, cluster=dataclasses.replace(cluster, link_faults=(fault,)), search=search, calibration=FAST_TALK
+    )
+    assert file.plan.num_ranks < 4
+    assert any("link_faults leave no way from rank 0 to rank 3" in reason for reason, _ in file.rejected)
 
 
 def test_the_file_holds_all_inputs_and_an_interval(folder):

@@ -17,11 +17,21 @@ def test_ranks_fill_one_host_after_another(cluster):
 
 
 def test_built_in_clusters_are_known_by_their_own_names():
-    assert {name: cluster.name for name, cluster in BUILT_IN_CLUSTERS.items()} == {
-        "h200x8": "h200x8",
-        "h100x8-ndr": "h100x8-ndr",
+    assert [cluster.name for cluster in BUILT_IN_CLUSTERS.values()] == list(BUILT_IN_CLUSTERS)
+    assert {name: BUILT_IN_CLUSTERS[name].num_devices for name in ("h200x8", "h100x8-ndr")} == {
+        "h200x8": 8,
+        "h100x8-ndr": 32,
     }
-    assert [cluster.num_devices for cluster in BUILT_IN_CLUSTERS.values()] == [8, 32]
+
+
+@pytest.mark.parametrize("device", ["a100", "h100", "h200", "b200", "a100pcie", "l40s"])
+def test_hosts_of_eight_of_each_device_are_built_in_alone_and_joined(device):
+    alone = BUILT_IN_CLUSTERS[f"{device}x8"]
+    joined = [cluster for name, cluster in BUILT_IN_CLUSTERS.items() if name.startswith(f"{device}x8-")]
+    assert (alone.num_hosts, alone.devices_per_host) == (1, 8)
+    assert {cluster.device for cluster in joined} == {alone.device}
+    assert any(cluster.name.endswith(("-hdr", "-ndr", "-roce")) for cluster in joined)
+    assert f"{device}x8-ethernet" in BUILT_IN_CLUSTERS
 
 
 def test_rates_are_by_number_format():

@@ -28,7 +28,7 @@ def refusal(text, kind="plan"):
 def test_a_document_by_hand():
     digest = hashlib.sha256(b'{"count":3,"names":["a","b"]}').hexdigest()
     assert document_text("plan", CONTENT) == (
-        '{\n  "format": "graphpilot plan",\n  "schema_version": 3,\n'
+        '{\n  "format": "graphpilot plan",\n  "schema_version": 4,\n'
         f'  "content_sha256": "{digest}",\n'
         '  "content": {"count": 3, "names": ["a", "b"]}\n}\n'
     )
@@ -103,11 +103,11 @@ def test_a_file_of_no_kind_is_refused(text):
 @pytest.mark.parametrize(
     ("version", "end"),
     [
-        (4, "schema_version must be 3, got 4; update graphpilot, which is older than the file"),
-        (0, "schema_version must be 3, got 0; write it again with graphpilot plan"),
-        (True, "schema_version must be 3, got true; write it again with graphpilot plan"),
-        ("1", 'schema_version must be 3, got "1"; write it again with graphpilot plan'),
-        (None, "schema_version must be 3, got None; write it again with graphpilot plan"),
+        (5, "schema_version must be 4, got 5; update graphpilot, which is older than the file"),
+        (0, "schema_version must be 4, got 0; write it again with graphpilot plan"),
+        (True, "schema_version must be 4, got true; write it again with graphpilot plan"),
+        ("1", 'schema_version must be 4, got "1"; write it again with graphpilot plan'),
+        (None, "schema_version must be 4, got None; write it again with graphpilot plan"),
     ],
 )
 def test_a_file_of_another_version_is_refused(version, end):

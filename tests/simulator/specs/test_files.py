@@ -45,8 +45,10 @@ from simulator.specs.order import OrderSpec
 from simulator.specs.plan import Exchange
 from simulator.specs.program import Phase, Stream, TaskKind
 from simulator.specs.search import BatchKind, SearchSpec
+from simulator.specs.topology import LinkFault, NetworkSpec, Straggler
 from simulator.specs.trace import Span, Trace, TraceOrigin
 from simulator.specs.train import TrainSpec
+from simulator.specs.units import Dimension, exact_quantity
 from tests.strategies import (
     calibrations,
     checkpoint_manifests,
@@ -114,6 +116,18 @@ def test_the_documented_cluster_is_read_as_documented(tmp_path):
     assert cluster.host_link == LinkSpec(latency_seconds=25 * 1e-6, bandwidth_bytes_per_second=5e10)
 
 
+def test_the_documented_topology_is_read_as_documented(tmp_path):
+    text = documented("topology")
+    keys, tables = text.split("[host]", 1)
+    cluster = read_cluster(written(tmp_path, f"{keys}\n{documented('cluster.toml')}\n[host]{tables}"))
+    assert cluster.stragglers == (Straggler(device=1, slowdown=1.3),)
+    assert cluster.link_faults == (LinkFault(ends=("nic1", "network"), host=0, bandwidth_ratio=0.0),)
+    assert cluster.jitter == 0.05
+    assert cluster.host is not None
+    assert (cluster.host.num_nics, cluster.host.gpu_direct) == (2, False)
+    assert cluster.network == NetworkSpec(hosts_per_leaf=32, oversubscription=2.0, rails=True)
+
+
 @given(run=runs)
 @same_folder
 def test_a_run_comes_back_equal(tmp_path, run):
@@ -134,8 +148,9 @@ def test_a_built_in_cluster_can_be_printed_edited_and_read_back(tmp_path, name):
     cluster = BUILT_IN_CLUSTERS[name]
     text = cluster_toml(cluster)
     assert read_cluster(written(tmp_path, text)) == cluster
-    edited = text.replace("num_hosts = ", "num_hosts = 1").replace("330 GB/s", "200 GB/s")
-    link = replace(cluster.device_link, bandwidth_bytes_per_second=200e9)
+    rate = exact_quantity(cluster.device_link.bandwidth_bytes_per_second, Dimension.BYTES_PER_SECOND)
+    edited = text.replace("num_hosts = ", "num_hosts = 1").replace(f'"{rate}"', '"123 GB/s"')
+    link = replace(cluster.device_link, bandwidth_bytes_per_second=123e9)
     expected = replace(cluster, num_hosts=10 + cluster.num_hosts, device_link=link)
     assert read_cluster(written(tmp_path, edited)) == expected
 
@@ -238,7 +253,8 @@ def test_a_byte_order_mark_and_other_line_ends_do_no_harm(tmp_path):
         ),
         (
             GRAPH + MODEL + '[cluster]\nname = "h200"\n' + TRAIN,
-            'cluster.name must be one of h100x8-ndr, h200x8, local, got "h200"; did you mean h200x8?',
+            f"cluster.name must be one of {', '.join([*sorted(BUILT_IN_CLUSTERS), 'local'])}, "
+            'got "h200"; did you mean h200x8?',
         ),
         (
             GRAPH + MODEL + '[cluster]\nname = "local"\nnum_hosts = 2\n' + TRAIN,
