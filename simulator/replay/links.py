@@ -17,7 +17,7 @@ from simulator.replay.host import Threads, calls_in, handovers, top_level_ends
 from simulator.replay.launched import Launched
 from simulator.replay.nodes import Node, Piece, PieceKind, in_order
 from simulator.replay.steps import Window
-from simulator.specs.recording import CallKind, DeviceOperation, HostCall, KernelKind, Recording
+from simulator.specs.recording import CallKind, DeviceOperation, HostCall, KernelKind, Operator, Recording
 
 # Clocks of host and device, and traces in whole microseconds, disagree by up to this.
 SKEW_SECONDS = 2e-6
@@ -36,6 +36,7 @@ class RankPieces:
         num_inferred: dependencies that times alone told.
         unexplained_seconds: latencies that no dependency explains.
         left_out: device work outside the window, and why, with its number.
+        operators: of the recording, which device work names by index.
     """
 
     rank: int
@@ -45,6 +46,7 @@ class RankPieces:
     num_inferred: int
     unexplained_seconds: float
     left_out: tuple[tuple[str, int], ...]
+    operators: tuple[Operator, ...]
 
 
 def linked(recording: Recording, window: Window, *, shift_seconds: float) -> RankPieces:
@@ -360,6 +362,7 @@ class _Linking:
             num_inferred=self.num_inferred,
             unexplained_seconds=unexplained,
             left_out=tuple(sorted(self.left_out.items())),
+            operators=self.recording.operators,
         )
 
 
