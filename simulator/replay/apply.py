@@ -1,5 +1,6 @@
 """apply_change(): a run as it would be with something changed."""
 
+import bisect
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -9,14 +10,14 @@ from simulator.errors import SpecError
 from simulator.replay.changes import Change, Overlap
 from simulator.replay.devices import cluster_of, device_called
 from simulator.replay.links import RankPieces
-from simulator.replay.messages import rescaled_seconds
+from simulator.replay.messages import message_seconds, rescaled_seconds
 from simulator.replay.nodes import Piece, PieceKind
-from simulator.replay.order import reordered
+from simulator.replay.order import inserted, reordered
 from simulator.replay.ranks import Meeting
 from simulator.replay.run import Run
 from simulator.replay.scaling import Setting, scaled_seconds
 from simulator.specs.cluster import BUILT_IN_CLUSTERS, ClusterSpec
-from simulator.specs.recording import KernelKind, Message
+from simulator.specs.recording import DeviceOperation, KernelKind, Message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,8 @@ def apply_change(run: Run, change: Change, recorded_on: ClusterSpec | None = Non
         ranks = _without_straggler(ranks, meetings)
     ranks = [applying.rank(rank) for rank in ranks]
     meetings = [replace(one, cost_seconds=applying.message(one.message, one.cost_seconds)) for one in meetings]
+    if change.all_reduce_bytes:
+        ranks, meetings = _with_all_reduces(ranks, meetings, applying.all_reduce())
     if change.overlap is not None:
         ranks, meetings = _overlapped(ranks, meetings, change.overlap)
     return Changed(run=replace(run, ranks=tuple(ranks), meetings=tuple(meetings)), notes=tuple(applying.notes()))
@@ -98,15 +101,38 @@ class _Applying:
         if not self.change.concerns_network:
             return cost_seconds
         self.unsized += message.num_bytes is None
-        old, change = self._network(), self.change
-        new = change.network or old
+        return rescaled_seconds(
+            message,
+            cost_seconds,
+            old=self._recorded_network(),
+            new=self._new_network(),
+            num_ranks=self.change.num_ranks,
+        )
+
+    def all_reduce(self) -> DeviceOperation:
+        """Return the all-reduce that is put before the optimizer."""
+        num_ranks = self.change.num_ranks
+        assert num_ranks is not None
+        message = Message(operation="all_reduce", num_bytes=self.change.all_reduce_bytes, num_ranks=num_ranks)
+        return DeviceOperation(
+            name="all_reduce of gradients",
+            kind=KernelKind.COLLECTIVE,
+            stream="all_reduce of gradients",
+            start_seconds=0.0,
+            duration_seconds=message_seconds(message, self._new_network(), num_ranks),
+            message=message,
+        )
+
+    def _new_network(self) -> ClusterSpec:
+        change = self.change
+        new = change.network or self._recorded_network()
         if change.device_link_rate is not None:
             new = replace(new, device_link=replace(new.device_link, bandwidth_bytes_per_second=change.device_link_rate))
         if change.host_link_rate is not None:
             new = replace(new, host_link=replace(new.host_link, bandwidth_bytes_per_second=change.host_link_rate))
-        return rescaled_seconds(message, cost_seconds, old=old, new=new, num_ranks=change.num_ranks)
+        return new
 
-    def _network(self) -> ClusterSpec:
+    def _recorded_network(self) -> ClusterSpec:
         found = self.recorded_on or cluster_of(self.run.device_name, BUILT_IN_CLUSTERS.values())
         if found is None:
             raise SpecError(
@@ -176,6 +202,57 @@ def _stretches(rank: RankPieces) -> list[float]:
         previous = piece.recorded_end_seconds
     last = max(piece.recorded_end_seconds for piece in rank.pieces)
     return [*found, max(last - previous, 0.0)]
+
+
+def _with_all_reduces(
+    ranks: Sequence[RankPieces], meetings: Sequence[Meeting], operation: DeviceOperation
+) -> tuple[list[RankPieces], list[Meeting]]:
+    """Return ranks with one more all-reduce in each step, between the backward pass and the optimizer.
+
+    It waits for the work before the optimizer's first kernel of the step on its stream, and that kernel waits for it.
+    """
+    found, meetings = [], list(meetings)
+    for place, rank in enumerate(ranks):
+        firsts = _first_updates(rank)
+        if not firsts:
+            raise SpecError(
+                f"all_reduce needs kernels of an optimizer, and rank {rank.rank} has none: record whole steps"
+            )
+        pieces, boundaries = rank.pieces, list(rank.boundaries)
+        for at in reversed(firsts):
+            update = pieces[at]
+            before = [i for i in range(at) if pieces[i].stream == update.stream and pieces[i].operation is not None]
+            new = Piece(
+                name=operation.name,
+                kind=PieceKind.DEVICE,
+                stream=operation.stream,
+                duration_seconds=operation.duration_seconds,
+                recorded_start_seconds=update.recorded_start_seconds,
+                recorded_end_seconds=update.recorded_start_seconds,
+                waits_for=tuple(before[-1:]),
+                operation=operation,
+                order=update.order,
+            )
+            pieces = inserted(pieces, at, new)
+            boundaries = [index + (index >= at) for index in boundaries]
+            meetings = [_moved(meeting, place, at) for meeting in meetings]
+        found.append(replace(rank, pieces=pieces, boundaries=tuple(boundaries)))
+    return found, meetings
+
+
+def _first_updates(rank: RankPieces) -> list[int]:
+    """Return the first kernel of the optimizer of each step, by when it was launched."""
+    found: dict[int, int] = {}
+    inner = rank.recorded_boundaries[1:-1]
+    updates = [i for i, one in enumerate(rank.pieces) if one.operation and one.operation.kind is KernelKind.OPTIMIZER]
+    for index in updates:
+        found.setdefault(bisect.bisect_right(inner, rank.pieces[index].order), index)
+    return sorted(found.values())
+
+
+def _moved(meeting: Meeting, place: int, at: int) -> Meeting:
+    members = tuple((one, index + (one == place and index >= at)) for one, index in meeting.members)
+    return replace(meeting, members=members)
 
 
 def _overlapped(

@@ -6,6 +6,7 @@
     network=h100x8-ndr             collectives as on another cluster (a name or a file)
     device_link=900 GB/s           rate of the links inside a host; host_link=25 GB/s: of those between hosts
     ranks=16                       collectives among so many ranks
+    all_reduce=25 MiB, ranks=2     one more all-reduce in each step, of gradients, before the optimizer
     overlap=on, overlap=off        nothing waits for collectives; or all that follows does
     straggler=none                 no rank waits for a slow one
     size:128=256                   dimensions of that length have another one
@@ -39,6 +40,7 @@ _KEYS = (
     "device_link",
     "host_link",
     "ranks",
+    "all_reduce",
     "overlap",
     "straggler",
     "size:OLD",
@@ -63,6 +65,7 @@ class Change:
         host_factor: how many times faster the host's threads are.
         device_link_rate, host_link_rate: bytes per second; None for as recorded.
         num_ranks: of every collective.
+        all_reduce_bytes: of an all-reduce that is put before the optimizer in each step; 0 for none.
         sizes: lengths of dimensions that become others.
     """
 
@@ -74,6 +77,7 @@ class Change:
     device_link_rate: float | None = None
     host_link_rate: float | None = None
     num_ranks: int | None = None
+    all_reduce_bytes: int = 0
     overlap: Overlap | None = None
     without_straggler: bool = False
     sizes: tuple[tuple[int, int], ...] = ()
@@ -103,6 +107,8 @@ def parse_change(text: str) -> Change:
             raise SpecError(f'--change "{text}": {key} must be given once')
         seen.add(key)
         change = _with(change, key, value)
+    if change.all_reduce_bytes and (change.num_ranks or 1) < 2:
+        raise SpecError(f'--change "{text}": all_reduce must say among how many ranks; add ", ranks=2"')
     return change
 
 
@@ -139,14 +145,18 @@ def _device(value: str) -> DeviceSpec:
     return require_device(value, what="device")
 
 
-def _rate(value: str, key: str) -> float:
+def _quantity(value: str, key: str, dimension: Dimension) -> float:
     try:
-        rate = parse_quantity(value, Dimension.BYTES_PER_SECOND)
+        found = parse_quantity(value, dimension)
     except SpecError as error:
         raise SpecError(f"--change: {key} {error}") from None
-    if rate <= 0:
+    if found <= 0:
         raise SpecError(f'--change: {key} must be above 0, got "{value}"')
-    return rate
+    return found
+
+
+def _rate(value: str, key: str) -> float:
+    return _quantity(value, key, Dimension.BYTES_PER_SECOND)
 
 
 def _factor(value: str, key: str) -> float:
@@ -183,6 +193,9 @@ _SETTERS: dict[str, Callable[[Change, str], Change]] = {
     "device_link": lambda change, value: replace(change, device_link_rate=_rate(value, "device_link")),
     "host_link": lambda change, value: replace(change, host_link_rate=_rate(value, "host_link")),
     "ranks": lambda change, value: replace(change, num_ranks=_count(value, "ranks")),
+    "all_reduce": lambda change, value: replace(
+        change, all_reduce_bytes=round(_quantity(value, "all_reduce", Dimension.BYTES))
+    ),
     "overlap": lambda change, value: replace(change, overlap=_choice(Overlap, value, what="overlap")),
     "straggler": lambda change, value: replace(change, without_straggler=_none(value)),
     "precision": lambda change, value: replace(change, dtype=_choice(Dtype, value, what="precision")),

@@ -348,7 +348,7 @@ class _Linking:
                 recorded_end_seconds=node.end_seconds + self.shift_seconds,
                 waits_for=tuple(waits_for),
                 operation=node.operation,
-                order=node.order,
+                order=node.order + self.shift_seconds,
                 thread=node.thread,
             )
             for node, seconds, waits_for in ordered

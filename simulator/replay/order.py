@@ -80,3 +80,14 @@ def _give_up_a_wish(
             heapq.heappush(ready, index)
             return
     raise AssertionError("pieces wait for one another without any wish")
+
+
+def inserted(pieces: Sequence[Piece], at: int, new: Piece) -> tuple[Piece, ...]:
+    """Return pieces with a new one put before another, which then waits for it."""
+
+    def moved(index: int) -> int:
+        return index + 1 if index >= at else index
+
+    found = [replace(piece, waits_for=tuple(map(moved, piece.waits_for))) for piece in pieces]
+    found[at] = replace(found[at], waits_for=tuple(sorted((*found[at].waits_for, at))))
+    return (*found[:at], new, *found[at:])
