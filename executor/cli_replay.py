@@ -38,9 +38,9 @@ def replay_command(
         list[str] | None,
         typer.Option(
             help="What to change, such as kernel:matrix_product=2x, host=2x, device=H100, network=h100x8-ndr, "
-            "device_link='900 GB/s', host_link='25 GB/s', ranks=16, all_reduce='25 MiB', overlap=off, "
-            "straggler=none, size:128=256, precision=bf16; joined by commas, all at once. Give it several times for several changes; without it, "
-            "those that are usually asked for."
+            "device_link='900 GB/s', host_link='25 GB/s', ranks=16, all_reduce='25 MiB', overlap=off, straggler=none, "
+            "size:128=256, edges:100=200, precision=bf16; joined by commas, all at once. Give it several times for several changes; "
+            "without it, those that are usually asked for."
         ),
     ] = None,
     cluster: Annotated[
@@ -150,10 +150,10 @@ def replay_tables(found: WhatIf, recordings: list[Recording]) -> list[Table | Te
 def _shares_table(found: WhatIf) -> Table:
     """Return where the time of a step went, rank by rank, in milliseconds."""
     table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("of a step, ms", no_wrap=True)
+    table.add_column("ms a step", no_wrap=True)
     columns = ("compute", "communicating", "waiting", "not hidden", "device idle", "unexplained")
     for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
+        table.add_column(column, justify="right", min_width=len(column), no_wrap=True)
     for share in _shown(found.shares):
         compute = sum(seconds for _, seconds in share.kernels)
         seconds = (

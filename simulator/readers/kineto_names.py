@@ -126,6 +126,12 @@ def kernel_kind(name: str, operator: str = "") -> KernelKind:
     return _kind_of(operator) if kind is KernelKind.OTHER and operator else kind
 
 
+def operator_kind(name: str) -> KernelKind:
+    """Return what an operator of PyTorch does on a CPU, by its name; else those of ATen work element by element."""
+    kind = _kind_of(name)
+    return KernelKind.ELEMENTWISE if kind is KernelKind.OTHER and name.startswith("aten::") else kind
+
+
 def _kind_of(name: str) -> KernelKind:
     lowered = name.lower()
     for kind, words in _KERNEL_WORDS:

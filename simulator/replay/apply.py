@@ -69,8 +69,9 @@ class _Applying:
                 f'device={change.device.name} needs the peaks of the device recorded, "{name or "unknown"}", which are '
                 "not known: name its cluster with --cluster"
             )
-        self.old = Setting(device=device)
-        self.new = Setting(device=change.device or device, sizes=change.sizes, dtype=change.dtype)
+        edges = change.edges or (None, None)
+        self.old = Setting(device=device, num_edges=edges[0])
+        self.new = Setting(device=change.device or device, sizes=change.sizes, num_edges=edges[1], dtype=change.dtype)
 
     def rank(self, rank: RankPieces) -> RankPieces:
         """Return a rank's pieces with their seconds after the change."""

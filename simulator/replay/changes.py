@@ -10,6 +10,7 @@
     overlap=on, overlap=off        nothing waits for collectives; or all that follows does
     straggler=none                 no rank waits for a slow one
     size:128=256                   dimensions of that length have another one
+    edges:1000000=2000000          attention over so many edges instead, where operators do not show them as a dimension
     precision=bf16                 floating-point tensors in another format
 
 Changes joined by commas are made together.
@@ -44,6 +45,7 @@ _KEYS = (
     "overlap",
     "straggler",
     "size:OLD",
+    "edges:OLD",
     "precision",
 )
 
@@ -67,6 +69,7 @@ class Change:
         num_ranks: of every collective.
         all_reduce_bytes: of an all-reduce that is put before the optimizer in each step; 0 for none.
         sizes: lengths of dimensions that become others.
+        edges: of attention, as recorded and as they would be; None for as recorded.
     """
 
     text: str
@@ -81,6 +84,7 @@ class Change:
     overlap: Overlap | None = None
     without_straggler: bool = False
     sizes: tuple[tuple[int, int], ...] = ()
+    edges: tuple[int, int] | None = None
     dtype: Dtype | None = None
 
     @property
@@ -119,6 +123,8 @@ def _with(change: Change, key: str, value: str) -> Change:
     if key.startswith("size:"):
         old = _count(key.removeprefix("size:"), "size:OLD")
         return replace(change, sizes=(*change.sizes, (old, _count(value, key))))
+    if key.startswith("edges:"):
+        return replace(change, edges=(_count(key.removeprefix("edges:"), "edges:OLD"), _count(value, key)))
     if key not in _SETTERS:
         raise SpecError(f'--change: key must be one of {", ".join(_KEYS)}, got "{key}"{nearest(key, _SETTERS)}')
     return _SETTERS[key](change, value)

@@ -8,8 +8,9 @@ import bisect
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from simulator.readers.kineto_names import operator_kind
 from simulator.replay.nodes import Node, PieceKind
-from simulator.specs.recording import HostCall, Operator, Recording
+from simulator.specs.recording import HostCall, KernelKind, Operator, Recording
 
 # A thread that does nothing for so long may be waiting for another one.
 IDLE_SECONDS = 50e-6
@@ -97,17 +98,32 @@ def _instants(recording: Recording, begin: float, end: float) -> dict[str, list[
     return {thread: sorted(instants) for thread, instants in sorted(found.items())}
 
 
-def top_level_ends(recording: Recording, begin: float, end: float) -> list[tuple[str, str, float]]:
-    """Return thread, name and end of each operator or range that lies in no other, and of what lies in steps."""
-    open_until: dict[str, float] = {}
-    found = []
-    for operator in recording.operators:
-        if operator.name.startswith("ProfilerStep"):
+def top_level(recording: Recording, begin: float, end: float) -> list[tuple[Operator, int]]:
+    """Return each operator that lies in no other, and the index of the one inside that tells best what it does.
+
+    That is the longest of it and those inside that has shapes and a name that says its kind.
+    """
+    found: list[list[int]] = []
+    open_until: dict[str, tuple[float, int]] = {}
+    for index, operator in enumerate(recording.operators):
+        if operator.is_annotation or not begin <= operator.start_seconds < end:
             continue
-        if operator.start_seconds >= open_until.get(operator.thread, begin) and operator.end_seconds <= end:
-            open_until[operator.thread] = operator.end_seconds
-            found.append((operator.thread, operator.name, operator.end_seconds))
-    return found
+        until, place = open_until.get(operator.thread, (begin, -1))
+        if operator.start_seconds >= until:
+            open_until[operator.thread] = (operator.end_seconds, len(found))
+            found.append([index])
+        else:
+            found[place].append(index)
+    return [(recording.operators[inside[0]], _teller(recording.operators, inside)) for inside in found]
+
+
+def _teller(operators: Sequence[Operator], inside: Sequence[int]) -> int:
+    telling = [
+        index
+        for index in inside
+        if any(operators[index].shapes) and operator_kind(operators[index].name) is not KernelKind.OTHER
+    ]
+    return max(telling or inside[:1], key=lambda index: operators[index].duration_seconds)
 
 
 def calls_in(recording: Recording, begin: float, end: float) -> list[HostCall]:

@@ -13,7 +13,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from simulator.replay.host import Threads, calls_in, handovers, top_level_ends
+from simulator.readers.kineto_names import operator_kind
+from simulator.replay.host import Threads, calls_in, handovers, top_level
 from simulator.replay.launched import Launched
 from simulator.replay.nodes import Node, Piece, PieceKind, in_order
 from simulator.replay.steps import Window
@@ -262,7 +263,7 @@ class _Linking:
             self.num_inferred += 1
 
     def _without_calls(self) -> None:
-        """Without calls, let device work follow what ended on other streams; without any, mark ends of operators."""
+        """Without calls, let device work follow what ended on other streams before it; on CPUs, operators are work."""
         for node in self.node_of.values():
             for lane in self.lanes.values():
                 place = bisect.bisect_right(lane, node.start_seconds, key=_end) - 1
@@ -271,9 +272,25 @@ class _Linking:
                 if place >= 0 and lane[place].stream != node.stream and lane[place].start_seconds < node.start_seconds:
                     node.after.append(lane[place])
                     self.num_inferred += 1
-        if not self.node_of:
-            for thread, name, at_seconds in top_level_ends(self.recording, self.begin, self.end):
-                self.threads.mark(thread, name, at_seconds)
+        if all(node.operation is not None and node.operation.message is not None for node in self.node_of.values()):
+            self._operators_as_work()
+
+    def _operators_as_work(self) -> None:
+        """On CPUs, let operators be the device's work, and what lies between them the host's."""
+        for operator, index in top_level(self.recording, self.begin, self.end):
+            self.threads.mark(operator.thread, "between operators", operator.start_seconds)
+            node = self.threads.mark(operator.thread, operator.name, max(operator.end_seconds, operator.start_seconds))
+            node.kind = PieceKind.DEVICE
+            node.order = operator.start_seconds
+            node.thread = operator.thread
+            node.operation = DeviceOperation(
+                name=operator.name,
+                kind=operator_kind(self.recording.operators[index].name),
+                stream=operator.thread,
+                start_seconds=operator.start_seconds,
+                duration_seconds=operator.duration_seconds,
+                operator=index,
+            )
 
     def _boundaries(self) -> list[Node]:
         thread = self.window.thread or next((call.thread for call in self.recording.calls), "host")

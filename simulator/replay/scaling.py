@@ -5,7 +5,7 @@ peaks of devices, say by what factor that changes: a kernel is bound by products
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from simulator.readers.kineto_names import element_bytes
@@ -39,11 +39,13 @@ class Setting:
     Attributes:
         device: None where unknown.
         sizes: lengths of dimensions that become others.
+        num_edges: that attention is over; None for the longest list of numbers among its inputs.
         dtype: of floating-point tensors; None for as recorded.
     """
 
     device: DeviceSpec | None = None
     sizes: tuple[tuple[int, int], ...] = ()
+    num_edges: int | None = None
     dtype: Dtype | None = None
 
 
@@ -51,7 +53,7 @@ def scaled_seconds(
     operation: DeviceOperation, operator: Operator | None, seconds: float, *, old: Setting, new: Setting
 ) -> float | None:
     """Return a kernel's seconds in another setting; None where shapes are needed and the recording has none."""
-    needs_shapes = bool(new.sizes)
+    needs_shapes = bool(new.sizes) or (operation.kind is KernelKind.ATTENTION and new.num_edges != old.num_edges)
     before = work_of(operation.kind, operator, old)
     after = work_of(operation.kind, operator, new)
     if before is None or after is None:
@@ -79,7 +81,7 @@ def work_of(kind: KernelKind, operator: Operator | None, setting: Setting) -> Wo
     largest = max(tensors, key=lambda item: prod(item[0]) * item[1])
     num_bytes += prod(largest[0]) * largest[1]  # written: as much as the largest tensor read
     if kind in _GATHERS:
-        num_bytes += _gathered_bytes(tensors)
+        num_bytes += _gathered_bytes(tensors, setting.num_edges if kind is KernelKind.ATTENTION else None)
     return Work(flops=0.0, num_bytes=num_bytes)
 
 
@@ -99,10 +101,15 @@ def _product(name: str, shapes: Sequence[tuple[int, ...]]) -> tuple[float, float
     return 2.0 * outputs * left[-1], outputs
 
 
-def _gathered_bytes(tensors: Sequence[tuple[tuple[int, ...], float]]) -> float:
-    """Return the bytes of rows that lists of indices fetch: the longest list times the widest rows."""
-    longest = max((shape[0] for shape, _ in tensors if len(shape) == 1), default=0)
+def _gathered_bytes(tensors: Sequence[tuple[tuple[int, ...], float]], num_edges: int | None) -> float:
+    """Return the bytes of rows that lists of indices, or edges, fetch: the longest list times the widest rows.
+
+    Attention fetches keys and values.
+    """
     widest = max((prod(shape[1:]) * width for shape, width in tensors if len(shape) >= 2), default=0.0)
+    if num_edges is not None:
+        return 2 * num_edges * widest
+    longest = max((shape[0] for shape, _ in tensors if len(shape) == 1), default=0)
     return float(longest * widest)
 
 
@@ -117,7 +124,7 @@ def _roofline(operation: DeviceOperation, operator: Operator | None, work: Work,
 def _ratio_without_shapes(operation: DeviceOperation, operator: Operator | None, old: Setting, new: Setting) -> float:
     """Return the factor of a kernel whose shapes are unknown: by its kind alone."""
     if operation.kind in (KernelKind.OPTIMIZER,) and new.dtype is not None:
-        new = Setting(device=new.device, sizes=new.sizes)
+        new = replace(new, dtype=None)
     bytes_ratio = new.dtype.num_bytes / 4 if new.dtype is not None else 1.0
     if old.device is None or new.device is None:
         return bytes_ratio
