@@ -39,8 +39,8 @@ def replay_command(
         typer.Option(
             help="What to change, such as kernel:matrix_product=2x, host=2x, device=H100, network=h100x8-ndr, "
             "device_link='900 GB/s', host_link='25 GB/s', ranks=16, all_reduce='25 MiB', overlap=off, straggler=none, "
-            "size:128=256, edges:100=200, precision=bf16; joined by commas, all at once. Give it several times for several changes; "
-            "without it, those that are usually asked for."
+            "size:128=256, edges:100=200, precision=bf16; joined by commas, all at once. Give it several times for "
+            "several changes; without it, those that are usually asked for."
         ),
     ] = None,
     cluster: Annotated[

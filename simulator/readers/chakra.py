@@ -110,9 +110,9 @@ def joined(recording: Recording, host: HostTrace) -> Recording:
     """
     node_of = _by_record_id(recording, host)
     way = "record ids"
-    if len(node_of) < _MIN_JOINED_RATIO * len(host.nodes):
+    if _num_nodes(node_of) < _MIN_JOINED_RATIO * len(host.nodes):
         node_of, way = _by_names(recording, host), "the order of names"
-    num_joined = len(node_of)
+    num_joined = _num_nodes(node_of)
     if num_joined < _MIN_JOINED_RATIO * len(host.nodes):
         raise SpecError(
             f"{host.path}: belongs to another run than {recording.name}: {num_joined:,} of its {len(host.nodes):,} "
@@ -131,6 +131,10 @@ def joined(recording: Recording, host: HostTrace) -> Recording:
         f"{host.num_frames} frames of the observer left out"
     )
     return replace(_with_sizes(recording, operators, node_of), notes=(*recording.notes, note))
+
+
+def _num_nodes(node_of: Mapping[int, HostNode]) -> int:
+    return len({id(node) for node in node_of.values()})
 
 
 def _by_record_id(recording: Recording, host: HostTrace) -> dict[int, HostNode]:
@@ -162,12 +166,22 @@ def _by_names(recording: Recording, host: HostTrace) -> dict[int, HostNode]:
 
 
 def _aligned(nodes: Sequence[HostNode], indices: Sequence[int], operators: Sequence[Operator]) -> dict[int, HostNode]:
-    """Return nodes of one thread beside operators of another: a run of equal names, else what a diff finds equal."""
+    """Return nodes of one thread beside operators of another: all runs of equal names, else what a diff finds equal.
+
+    A host trace is often of one step, and a profiler's of several that are alike: all of them get its shapes.
+    """
     names = [node.name for node in nodes]
     others = [operators[index].name for index in indices]
-    for start in range(len(others) - len(names) + 1):
+    found: dict[int, HostNode] = {}
+    start = 0
+    while start <= len(others) - len(names):
         if others[start] == names[0] and others[start : start + len(names)] == names:
-            return dict(zip(indices[start : start + len(names)], nodes, strict=True))
+            found |= zip(indices[start : start + len(names)], nodes, strict=True)
+            start += len(names)
+        else:
+            start += 1
+    if found:
+        return found
     if len(others) > 4 * len(names) or not (Counter(names) & Counter(others)):
         return {}  # a diff is quadratic, and would match bits of many steps
     blocks = SequenceMatcher(None, names, others, autojunk=False).get_matching_blocks()

@@ -76,7 +76,7 @@ class _Reading:
     def take(self, index: int, event: object) -> None:
         """Put a complete event where it belongs; arrows, names and instants say nothing that these do not."""
         if not isinstance(event, dict):
-            raise SpecError(f"{self.path}: traceEvents[{index}] must be a table, got {shown(event)}")
+            raise SpecError(f"{self.path}: traceEvents[{index}] must be a table, got {shown(event)}; export it again")
         if event.get("ph") != "X":
             return
         category = str(event.get("cat", ""))

@@ -176,11 +176,14 @@ class _Linking:
             nodes = launched.get(call.correlation) if call.correlation is not None else None
             if not nodes:
                 continue
-            at_seconds = max(min(call.end_seconds, *(node.start_seconds for node in nodes)), self.begin)
+            blocks = any(_blocks(node, call) for node in nodes)
+            # A call that waits for its copy queues it when it begins; another has launched when it returns, or before.
+            given_seconds = call.start_seconds if blocks else call.end_seconds
+            at_seconds = max(min(given_seconds, *(node.start_seconds for node in nodes)), self.begin)
             mark = self.threads.mark(call.thread, call.name, at_seconds)
             for node in nodes:
                 node.after.append(mark)
-            if any(_blocks(node, call) for node in nodes):
+            if blocks:
                 ends = max(node.end_seconds for node in nodes)
                 wait = self.threads.mark(call.thread, call.name, max(call.end_seconds, ends), waits=True)
                 wait.after += nodes

@@ -173,7 +173,7 @@ def _counts(kind: PieceKind) -> bool:
 
 def errors_as_recorded(run: Run, replayed: Replayed) -> tuple[float, float]:
     """Return the error of the mean step, and the mean absolute error over steps and ranks, as ratios."""
-    whole = replayed.step_seconds / run.recorded_step_seconds - 1
+    whole = round(replayed.step_seconds / run.recorded_step_seconds - 1, 9) + 0.0  # not -0
     single = []
     for rank, boundaries in zip(run.ranks, replayed.boundary_seconds, strict=True):
         for index in range(run.num_steps):

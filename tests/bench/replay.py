@@ -10,6 +10,7 @@ no dependency explains is printed as a share of the step.
 """
 
 import argparse
+import bisect
 import os
 import statistics
 from collections import Counter, defaultdict
@@ -156,8 +157,10 @@ def _places(pieces: Sequence[Piece], boundaries: Sequence[float]) -> list[tuple[
     counts: Counter[tuple[int, str, str, str]] = Counter()
     found: list[tuple[int, tuple[str, ...]]] = []
     for piece in pieces:
-        at_seconds = piece.order if piece.operation is not None else piece.recorded_end_seconds
-        step = sum(at_seconds > boundary for boundary in boundaries[1:-1])
+        if piece.operation is not None:  # launched at a boundary: of the step that begins
+            step = min(bisect.bisect_right(boundaries, piece.order), len(boundaries) - 1) - 1
+        else:  # ended at a boundary: of the step that ends
+            step = bisect.bisect_left(boundaries, piece.recorded_end_seconds) - 1
         key = (step, piece.kind.value, piece.name, piece.stream)
         counts[key] += 1
         found.append((step, (*key[1:], str(counts[key]))))
