@@ -1,9 +1,8 @@
 """Reads traces of PyTorch's profiler (Kineto's Chrome JSON, plain or gzipped), of all its versions and vendors."""
 
-import bisect
 import json
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from simulator.errors import SpecError
 from simulator.readers.kineto_names import call_kind, collective_operation, element_bytes, kernel_kind
+from simulator.readers.nesting import Nesting
 from simulator.specs.convert import shown
 from simulator.specs.recording import DeviceOperation, HostCall, KernelKind, Message, Operator, Recording
 
@@ -119,8 +119,8 @@ class _Reading:
         calls = sorted((self._call(event, origin) for event in self.calls), key=lambda call: call.start_seconds)
         distributed = header.get("distributedInfo") or {}
         groups = _groups(distributed)
-        finder = _Finder(operators, calls)
-        operations = [self._operation(event, origin, finder, groups) for event in self.device]
+        nesting = Nesting(operators, calls)
+        operations = [self._operation(event, origin, nesting, groups) for event in self.device]
         operations += self._gloo(operators, groups)
         operations.sort(key=lambda operation: operation.start_seconds)
         return Recording(
@@ -175,16 +175,16 @@ class _Reading:
         )
 
     def _operation(
-        self, event: dict[str, Any], origin: float, finder: "_Finder", groups: Mapping[str, tuple[int, ...]]
+        self, event: dict[str, Any], origin: float, nesting: Nesting, groups: Mapping[str, tuple[int, ...]]
     ) -> DeviceOperation:
         args, name = _args(event), event["name"]
         correlation = args.get("correlation")
         correlation = correlation if isinstance(correlation, int) else None
-        operator = finder.operator_of(correlation)
-        kind = _DEVICE[event["cat"]] or kernel_kind(name, "" if operator is None else finder.name_of(operator))
+        operator = nesting.operator_of(correlation)
+        kind = _DEVICE[event["cat"]] or kernel_kind(name, "" if operator is None else nesting.name_of(operator))
         message = None
         if kind is KernelKind.COLLECTIVE:
-            message = _message(name, args, finder.enclosing(correlation), groups)
+            message = _message(name, args, nesting.enclosing(correlation), groups)
         return DeviceOperation(
             name=name,
             kind=kind,
@@ -223,68 +223,6 @@ class _Reading:
                     )
                 )
         return found
-
-
-class _Finder:
-    """Finds the operators around a call, by nesting on its thread."""
-
-    def __init__(self, operators: Sequence[Operator], calls: Sequence[HostCall]) -> None:
-        self._operators = operators
-        self._call_of = {call.correlation: call for call in calls if call.correlation is not None}
-        self._on_thread: dict[str, list[int]] = defaultdict(list)
-        for index, operator in enumerate(operators):
-            self._on_thread[operator.thread].append(index)
-        self._starts = {
-            thread: [operators[index].start_seconds for index in found] for thread, found in self._on_thread.items()
-        }
-        self._parents = _parents(operators, self._on_thread)
-
-    def enclosing(self, correlation: int | None) -> list[Operator]:
-        """Return the operators and ranges around a call, innermost first."""
-        call = self._call_of.get(correlation) if correlation is not None else None
-        if call is None or call.thread not in self._starts:
-            return []
-        place = bisect.bisect_right(self._starts[call.thread], call.start_seconds) - 1
-        index = self._on_thread[call.thread][place] if place >= 0 else None
-        found = []
-        while index is not None:
-            operator = self._operators[index]
-            if operator.end_seconds >= call.start_seconds:
-                found.append(operator)
-            index = self._parents[index]
-        return found
-
-    def operator_of(self, correlation: int | None) -> int | None:
-        """Return the index of the innermost operator, not range, that has shapes around a call; else the innermost."""
-        around = [operator for operator in self.enclosing(correlation) if not operator.is_annotation]
-        if not around:
-            return None
-        chosen = next((operator for operator in around if any(operator.shapes)), around[0])
-        return self._index(chosen)
-
-    def name_of(self, index: int) -> str:
-        """Return the name of an operator."""
-        return self._operators[index].name
-
-    def _index(self, operator: Operator) -> int:
-        place = bisect.bisect_left(self._starts[operator.thread], operator.start_seconds)
-        indices = self._on_thread[operator.thread]
-        while self._operators[indices[place]] is not operator:
-            place += 1
-        return indices[place]
-
-
-def _parents(operators: Sequence[Operator], on_thread: Mapping[str, Sequence[int]]) -> list[int | None]:
-    """Return the index of the operator around each; operators are sorted by start, outer ones first."""
-    parents: list[int | None] = [None] * len(operators)
-    for indices in on_thread.values():
-        open_ones: list[int] = []
-        for index in indices:
-            while open_ones and operators[open_ones[-1]].end_seconds <= operators[index].start_seconds:
-                open_ones.pop()
-            parents[index] = open_ones[-1] if open_ones else None
-            open_ones.append(index)
-    return parents
 
 
 def _outer_first(operator: Operator) -> tuple[float, float]:

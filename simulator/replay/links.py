@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from simulator.readers.kineto_names import operator_kind
 from simulator.replay.host import Threads, calls_in, handovers, top_level
+from simulator.replay.latencies import await_close_ends, with_latencies
 from simulator.replay.launched import Launched
 from simulator.replay.nodes import Node, Piece, PieceKind, in_order
 from simulator.replay.steps import Window
@@ -22,9 +23,6 @@ from simulator.specs.recording import CallKind, DeviceOperation, HostCall, Kerne
 
 # Clocks of host and device, and traces in whole microseconds, disagree by up to this.
 SKEW_SECONDS = 2e-6
-# A launch, or a stream between two kernels, takes at most this without anything to wait for (6 us a launch on an
-# H200: ../shared/DESIGN.md section 7). What is longer has a cause that the recording does not show.
-UNEXPLAINED_SECONDS = 20e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,10 +89,10 @@ class _Linking:
         self._handovers()
         if not self.recording.calls:
             self._without_calls()
-        self._close_ends()
+        self.num_inferred += await_close_ends(self.lanes.values(), self.node_of.values(), begin_seconds=self.begin)
         marks = self._boundaries()
-        latencies, unexplained = self._latencies()
-        rows = [*self.threads.rows(), *self.lanes.values(), *latencies]
+        lanes, launches, unexplained = with_latencies(self.lanes, begin_seconds=self.begin)
+        rows = [*self.threads.rows(), *lanes, *launches]
         return self._finish(in_order(rows, zero_seconds=-self.shift_seconds), marks, unexplained)
 
     # --- Device
@@ -297,62 +295,21 @@ class _Linking:
 
     def _boundaries(self) -> list[Node]:
         thread = self.window.thread or next((call.thread for call in self.recording.calls), "host")
-        return [self.threads.mark(thread, "step", at_seconds) for at_seconds in self.window.boundaries]
+        marks = [self.threads.mark(thread, "step", at_seconds) for at_seconds in self.window.boundaries]
+        has_host = self.recording.calls or any(not one.is_annotation for one in self.recording.operators)
+        if not has_host:
+            self._steps_by_device(marks)
+        return marks
 
-    def _close_ends(self) -> None:
-        """Let work that starts late wait for work of another stream, launched earlier, that ended just before."""
-        launched = Launched(self.node_of.values())
-        for lane in self.lanes.values():
-            for early, node in itertools.pairwise([None, *lane]):
-                assert node is not None
-                bounds = [one.end_seconds for one in node.after]
-                bounds.append(self.begin if early is None else early.end_seconds)
-                late_seconds = node.start_seconds - max(bounds)
-                if late_seconds > UNEXPLAINED_SECONDS:
-                    cause = launched.latest_end(node.order, until_seconds=node.start_seconds)
-                    if cause is not None and node.start_seconds - cause.end_seconds < UNEXPLAINED_SECONDS:
-                        node.after.append(cause)
-                        self.num_inferred += 1
-
-    # --- Latencies
-
-    def _latencies(self) -> tuple[list[list[Node]], float]:
-        """Return nodes between launches and starts, a row for each lane, and seconds that nothing explains.
-
-        What passes after a launch runs beside earlier work of the stream; what passes after the end of such work is
-        put into the stream, before the work that starts late.
-        """
-        rows, unexplained = [], 0.0
-        for name, lane in self.lanes.items():
-            row: list[Node] = []
-            filled: list[Node] = []
-            for node in lane:
-                launch = max((one for one in node.after if one.kind is not PieceKind.DEVICE), key=_end, default=None)
-                launched_seconds = self.begin if launch is None else launch.end_seconds
-                others = [one.end_seconds for one in node.after if one.kind is PieceKind.DEVICE]
-                free_seconds = max([self.begin, *(one.end_seconds for one in filled[-1:]), *others])
-                late_seconds = node.start_seconds - max(launched_seconds, free_seconds)
-                if late_seconds > 0:
-                    unexplained += late_seconds if late_seconds > UNEXPLAINED_SECONDS else 0.0
-                    latency = Node(
-                        name=f"before {node.name}",
-                        kind=PieceKind.LATENCY,
-                        stream=name,
-                        start_seconds=node.start_seconds - late_seconds,
-                        end_seconds=node.start_seconds,
-                    )
-                    if launch is not None and launched_seconds >= free_seconds:
-                        latency.stream = f"launches to {name}"
-                        latency.after = [launch]
-                        node.after[node.after.index(launch)] = latency
-                        row.append(latency)
-                    else:
-                        latency.after = [one for one in node.after if one.kind is PieceKind.DEVICE]
-                        filled.append(latency)
-                filled.append(node)
-            self.lanes[name] = filled
-            rows.append(row)
-        return rows, unexplained
+    def _steps_by_device(self, marks: Sequence[Node]) -> None:
+        """Where nothing of the host is recorded, let a step end after the device's work in it, and the next begin."""
+        for early, late in itertools.pairwise(marks):
+            late.kind = PieceKind.WAIT
+            for node in self.node_of.values():
+                if early.end_seconds <= node.start_seconds < late.end_seconds:
+                    node.after.append(early)
+                    if node.end_seconds <= late.end_seconds:
+                        late.after.append(node)
 
     def _finish(
         self, ordered: Sequence[tuple[Node, float, list[int]]], marks: Sequence[Node], unexplained: float

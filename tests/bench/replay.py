@@ -22,7 +22,7 @@ from executor.environment import environment
 from simulator.readers.traces import read_recordings
 from simulator.replay.apply import apply_change
 from simulator.replay.changes import parse_change
-from simulator.replay.links import UNEXPLAINED_SECONDS
+from simulator.replay.latencies import UNEXPLAINED_SECONDS
 from simulator.replay.nodes import Piece, PieceKind
 from simulator.replay.run import Run, errors_as_recorded, rebuild, replay
 from simulator.specs.cluster import BUILT_IN_CLUSTERS, DeviceKind

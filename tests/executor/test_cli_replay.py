@@ -118,3 +118,13 @@ def test_export_must_be_told_where_to_and_takes_each_trace_once(tmp_path, graphp
     measured = str(tmp_path / "measured.json")
     assert "must be told where to write" in graphpilot("export", measured).err
     assert 'a trace called "measured"' in graphpilot("export", measured, measured, "--out", measured).err
+
+
+def test_our_own_measured_trace_is_replayed(tmp_path, graphpilot):
+    write_trace(tmp_path / "measured.json", TRACE)
+    done = graphpilot("replay", str(tmp_path / "measured.json"), "--change", "kernel:attention=2x", "--json")
+    found = json.loads(done.out)
+    assert found["step_error_ratio"] == 0
+    assert found["recorded_step_seconds"] == pytest.approx(10e-3)
+    assert found["outcomes"][0]["saved_seconds"] == pytest.approx(1e-3)  # attention is the last 2 ms of 10
+    assert found["shares"][0]["communicating_seconds"] == pytest.approx(4e-3)
