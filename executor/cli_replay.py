@@ -59,7 +59,7 @@ def replay_command(
 ) -> None:
     """Replay a recorded run of any PyTorch program: as it was, and with changes; say what each change is worth.
 
-    Example: graphpilot replay trace/rank0.json.gz trace/rank1.json.gz --change "kernel:attention=2x" --change host=2x
+    Example: graphpilot replay rank0.json.gz rank1.json.gz --change host=2x
     """
     output = Output(json, quiet)
     changes = [parse_change(text) for text in change or ()]
