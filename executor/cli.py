@@ -38,6 +38,7 @@ from executor.cli_output import (
     statistics_json,
     statistics_tables,
 )
+from executor.cli_replay import add_replay_commands
 from planner.explain import description
 from planner.order import order_localities
 from planner.partition import partition_graph
@@ -284,6 +285,10 @@ def train(
             "also on another number of ranks or with another plan. [train] sets checkpoint_every_steps.",
         ),
     ] = None,
+    kineto: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the profiler's own file of each traced step, for graphpilot replay."),
+    ] = None,
     json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
@@ -306,7 +311,7 @@ def train(
 
     folder = plan.parent if out is None else out
     require_writable(folder / "result.json")
-    run_plan(PlanRun(plan_path=plan, out=folder, quiet=quiet or json, resume=resume))
+    run_plan(PlanRun(plan_path=plan, out=folder, quiet=quiet or json, resume=resume, kineto=kineto))
     if is_under_torchrun():
         return
     result: dict[str, Any] = json_module.loads((folder / "result.json").read_text())
@@ -420,6 +425,9 @@ def report(
     again = compare(trace_from(recalibrated, TraceOrigin.SIMULATED), trace) if recalibrated and trace else None
     write_report(out, plan_file=file, predicted=first, measured=trace, recalibrated=again)
     Output(json, quiet).result({"out": str(out)}, f"report: {out.resolve()}")
+
+
+add_replay_commands(app)
 
 
 def _open(source: GraphSource, base: Path) -> tuple[GraphSpec, Graph]:

@@ -66,12 +66,19 @@ class Recorder:
             tasks, which is how times on GPUs are taken; on CPUs the host's clock is enough.
         precision: number format of activations.
         position: is told which task this rank is in, also while nothing is marked.
+        kineto: folder for the profiler's own file of each recorded step; None keeps none.
     """
 
     def __init__(
-        self, *, annotate: bool = False, precision: Dtype = Dtype.FLOAT32, position: Position | None = None
+        self,
+        *,
+        annotate: bool = False,
+        precision: Dtype = Dtype.FLOAT32,
+        position: Position | None = None,
+        kineto: Path | None = None,
     ) -> None:
         self.is_on = False
+        self.kineto = kineto
         self.position = Position() if position is None else position
         self.annotate = annotate
         self.precision = precision
@@ -251,7 +258,7 @@ class StepTracer:
     """Records whole steps of one rank as spans.
 
     On CPUs the marks are the spans. On GPUs a profiler runs over the steps, and a span covers the kernels that
-    were launched inside a task's range.
+    were launched inside a task's range. Where the recorder keeps the profiler's files, it runs on CPUs too.
     """
 
     def __init__(self, recorder: Recorder, place: Place) -> None:
@@ -265,22 +272,45 @@ class StepTracer:
             with self._kernels_of(step):
                 yield
             return
-        self._meet()
-        self._recorder.start()
-        yield
-        self._spans.extend(_span_of_mark(mark, step, self._place.rank) for mark in self._recorder.stop())
+        with self._profile_kept(step):
+            self._meet()
+            with _range_of(step):
+                self._recorder.start()
+                yield
+                marks = self._recorder.stop()
+        self._spans.extend(_span_of_mark(mark, step, self._place.rank) for mark in marks)
 
     @contextlib.contextmanager
     def _kernels_of(self, step: int) -> Iterator[None]:
+        keeps_file = self._recorder.kineto is not None
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities) as profiler:
+        with torch.profiler.profile(activities=activities, record_shapes=keeps_file) as profiler:
             self._meet()
             torch.cuda.synchronize()
-            self._recorder.start()
-            yield
-            marks = self._recorder.stop()
-            torch.cuda.synchronize()
+            with _range_of(step):
+                self._recorder.start()
+                yield
+                marks = self._recorder.stop()
+                torch.cuda.synchronize()
+        self._keep(profiler, step)
         self._spans.extend(spans_of_kernels(profiled_events(profiler), marks, step=step, rank=self._place.rank))
+
+    @contextlib.contextmanager
+    def _profile_kept(self, step: int) -> Iterator[None]:
+        """Let the profiler run on a CPU, if its file is to be kept."""
+        if self._recorder.kineto is None:
+            yield
+            return
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiler:
+            yield
+        self._keep(profiler, step)
+
+    def _keep(self, profiler: torch.profiler.profile, step: int) -> None:
+        """Write the profiler's file: a folder for each step, in it a file for each rank."""
+        if self._recorder.kineto is not None:
+            folder = self._recorder.kineto / f"step{step}"
+            folder.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(folder / f"rank{self._place.rank}.json.gz"))
 
     def _meet(self) -> None:
         if self._place.world is not None:
@@ -290,6 +320,11 @@ class StepTracer:
     def spans(self) -> list[Span]:
         """Return the spans of all recorded steps; starts are by a clock that the ranks of a host share."""
         return self._spans
+
+
+def _range_of(step: int) -> torch.profiler.record_function:
+    """Return the range of a step, as torch's profiler names it when it is told of steps."""
+    return torch.profiler.record_function(f"ProfilerStep#{step}")
 
 
 def _span_of_mark(mark: Mark, step: int, rank: int) -> Span:

@@ -72,12 +72,14 @@ class PlanRun:
         out: gets `measured.json` (the trace), `result.json` (losses, accuracies) and `weights.pt` (best by validation).
         quiet: print no progress.
         resume: "auto" for the newest checkpoint in `out`, if there is any, or the path of one; None starts afresh.
+        kineto: folder for the profiler's own file of each traced step and rank, which `graphpilot replay` reads.
     """
 
     plan_path: Path
     out: Path
     quiet: bool = False
     resume: str | None = None
+    kineto: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +242,12 @@ def _train_as_rank(
         if kind is DeviceKind.CUDA:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(place.device)
-        recorder = Recorder(annotate=kind is DeviceKind.CUDA, precision=file.plan.precision, position=position)
+        recorder = Recorder(
+            annotate=kind is DeviceKind.CUDA or run.kineto is not None,
+            precision=file.plan.precision,
+            position=position,
+            kineto=run.kineto,
+        )
         trainer = Trainer(file.plan, file.graph, file.model, file.train, inputs, place, recorder)
         history = History(has_val_nodes=file.graph.num_val_nodes > 0)
         if run.resume is not None:

@@ -105,8 +105,9 @@ class _Rank:
         self._num_issued = 0
         self._host_free_seconds = 0.0
         self._host_waits_for: int | None = None
-        self._stream_free_seconds = dict.fromkeys(Stream, 0.0)
-        self._queues: dict[Stream, deque[int]] = {stream: deque() for stream in Stream}
+        streams = dict.fromkeys(task.stream for task in tasks)  # those of a recorded run have names of their own
+        self._stream_free_seconds = dict.fromkeys(streams, 0.0)
+        self._queues: dict[Stream, deque[int]] = {stream: deque() for stream in streams}
 
     def advance(self) -> list[_Meeting]:
         """Work out every instant that follows from what is known; return the collectives that this completes."""

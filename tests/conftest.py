@@ -23,3 +23,22 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"the team's data folder {folder} is not on this machine")
     return folder
+
+
+@pytest.fixture(scope="session")
+def shared_samples() -> Path:
+    """Folder of other people's traces, topologies and logs."""
+    return _shared_folder("samples")
+
+
+@pytest.fixture(scope="session")
+def shared_measured() -> Path:
+    """Folder of the team's measurements."""
+    return _shared_folder("measured")
+
+
+def _shared_folder(name: str) -> Path:
+    folder = SHARED / name
+    if not folder.is_dir():
+        pytest.skip(f"the team's folder {folder} is not on this machine; GRAPHPILOT_SHARED names its parent")
+    return folder

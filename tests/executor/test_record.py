@@ -15,6 +15,8 @@ from executor import record
 from executor.mesh import Place
 from executor.record import Mark, Recorder, StepTracer, kernel_times, spans_of_kernels, with_waiting
 from executor.train import Inputs, Trainer
+from simulator.readers.traces import read_recordings
+from simulator.replay.run import rebuild, replay
 from simulator.specs.cluster import BUILT_IN_CLUSTERS
 from simulator.specs.model import EdgeBias, ModelSpec
 from simulator.specs.plan import Plan, Recompute
@@ -217,6 +219,21 @@ def test_a_tracer_makes_a_span_of_each_task_of_each_step():
     assert all(span.duration_seconds > 0 for span in spans)
     for before, after in itertools.pairwise(spans):
         assert before.end_seconds <= after.start_seconds + 1e-9
+
+
+def test_the_profilers_file_of_a_step_is_kept_on_request_and_can_be_replayed(tmp_path):
+    trainer = CASES["awkward, plain, none and none"].trainer()
+    trainer.recorder.kineto, trainer.recorder.annotate = tmp_path, True
+    tracer = StepTracer(trainer.recorder, PLACE)
+    data = trainer.batch(5)
+    with tracer.step(5):
+        trainer.step(5, data)
+    (recording,) = read_recordings([tmp_path / "step5"])
+    ranges = {operator.name for operator in recording.operators if operator.is_annotation}
+    assert {span.name for span in tracer.spans()} | {"ProfilerStep#5"} <= ranges
+    run = rebuild([recording])
+    assert run.num_steps == 1
+    assert replay(run).step_seconds == pytest.approx(run.recorded_step_seconds)
 
 
 # --- Kernels.

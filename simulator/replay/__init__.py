@@ -1,0 +1,1 @@
+"""Replays a recorded run: as it was, and with something changed."""
