@@ -7,8 +7,7 @@ from simulator.errors import SpecError
 from simulator.specs.cluster import BUILT_IN_CLUSTERS, ClusterSpec, DeviceKind, DeviceSpec
 from simulator.specs.units import GB, GIB, MIB, TERA
 
-# NVIDIA A100 data sheet (2021): 19.5 TFLOP/s fp32, 312 TFLOP/s bf16, 1,555 GB/s (40 GB) and 2,039 GB/s (80 GB, SXM);
-# 40 MB of L2. V100 data sheet (2020): SXM2 32 GB, 900 GB/s, 15.7 TFLOP/s fp32, 125 TFLOP/s in tensor cores (fp16; it
+# NVIDIA A100 data sheet (2021): 19.5 TFLOP/s fp32, 312 TFLOP/s bf16, 1,555 GB/s (40 GB); 40 MB of L2. V100 data sheet (2020): SXM2 32 GB, 900 GB/s, 15.7 TFLOP/s fp32, 125 TFLOP/s in tensor cores (fp16; it
 # has no bf16); 6 MB of L2. RTX 2080 Ti: Turing architecture paper (2018), founders edition: 11 GB, 616 GB/s, 14.2
 # TFLOP/s fp32, 56.9 TFLOP/s in tensor cores with fp32 sums; 5.5 MB of L2.
 _A100_40 = DeviceSpec(
@@ -16,15 +15,6 @@ _A100_40 = DeviceSpec(
     name="NVIDIA A100-SXM4-40GB",
     memory_bytes=40 * GIB,
     memory_bandwidth_bytes_per_second=1555 * GB,
-    fp32_flops_per_second=19.5 * TERA,
-    bf16_flops_per_second=312 * TERA,
-    cache_bytes=40 * MIB,
-)
-_A100_80 = DeviceSpec(
-    kind=DeviceKind.CUDA,
-    name="NVIDIA A100-SXM4-80GB",
-    memory_bytes=80 * GIB,
-    memory_bandwidth_bytes_per_second=2039 * GB,
     fp32_flops_per_second=19.5 * TERA,
     bf16_flops_per_second=312 * TERA,
     cache_bytes=40 * MIB,
@@ -53,7 +43,7 @@ _ALIASES = {"NVIDIA A100-PG509-200": _A100_40.name}
 
 def known_devices() -> dict[str, DeviceSpec]:
     """Return the devices with known peaks, by name."""
-    found = [_A100_40, _A100_80, _V100, _RTX_2080_TI, *(cluster.device for cluster in BUILT_IN_CLUSTERS.values())]
+    found = [_A100_40, _V100, _RTX_2080_TI, *(cluster.device for cluster in BUILT_IN_CLUSTERS.values())]
     return {device.name: device for device in found}
 
 
