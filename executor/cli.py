@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -34,6 +35,8 @@ from executor.cli_output import (
     fanout_tables,
     plan_tables,
     seconds_text,
+    speed_json,
+    speed_text,
     statistics_json,
     statistics_tables,
 )
@@ -277,15 +280,17 @@ def simulate_command(
     file = read_plan(plan)
     require_writable(out)
     usable = _usable(calibration, file.cluster, force=force)
+    began = time.perf_counter()
     trace = simulate(
         file.plan, file.graph, file.model, file.cluster, usable, step=step, seed=file.train.seed, trials=trials
     )
+    seconds = time.perf_counter() - began
     write_trace(out, trace)
     quantiles = {f"p{ratio}": trace.step_seconds_quantile(ratio / 100) for ratio in (10, 50, 90)}
-    shown = " / ".join(map(seconds_text, quantiles.values()))
     Output(json, quiet).result(
-        {"out": str(out), "step_seconds": quantiles, "num_spans": len(trace.spans)},
-        f"step (p10 / p50 / p90): {shown}; {len(trace.spans)} spans written to {out}",
+        {"out": str(out), "step_seconds": quantiles, **speed_json(trace, seconds)},
+        f"step (p10 / p50 / p90): {' / '.join(map(seconds_text, quantiles.values()))}; written to {out}",
+        speed_text(trace, seconds),
     )
 
 

@@ -10,8 +10,10 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from simulator.specs.calibration import Calibration, CollectiveSample
 from simulator.specs.cluster import ClusterSpec
@@ -123,13 +125,14 @@ class CollectiveCosts:
         group = tasks[0].group
         host_rate = self._cluster.host_link.bandwidth_bytes_per_second * self._cluster.devices_per_host
         flows = []
-        for host in sorted({self._cluster.host_of(rank) for rank in group}):
-            members = [index for index, rank in enumerate(group) if self._cluster.host_of(rank) == host]
-            sent = _bytes_leaving(tasks, members)
+        host_of_member = np.array([self._cluster.host_of(rank) for rank in group])
+        hosts, number, num_members = np.unique(host_of_member, return_inverse=True, return_counts=True)
+        all_sent = _bytes_leaving(tasks, number)
+        for host, count, sent in zip(hosts.tolist(), num_members.tolist(), all_sent, strict=True):
             if sent > 0:
                 ports = ((HOST_OUT, host), (HOST_IN, host))
                 # A rank reaches only its own network card's rate.
-                rate = min(host_rate, self._cluster.host_link.bandwidth_bytes_per_second * len(members))
+                rate = min(host_rate, self._cluster.host_link.bandwidth_bytes_per_second * count)
                 flows.append(Flow(num_bytes=sent, ports=ports, max_bytes_per_second=rate))
         return flows
 
@@ -138,9 +141,14 @@ def _priced_bytes(tasks: Sequence[Task]) -> float:
     """Return the bytes that a collective's time follows: of an all-to-all, the busiest rank's, sent or received."""
     if tasks[0].kind is not TaskKind.ALL_TO_ALL:
         return float(max(task.num_bytes for task in tasks))
-    sent = [task.num_bytes for task in tasks]
-    received = [sum(task.shape[index] for task in tasks) for index in range(len(tasks))]
-    return float(max(*sent, *received))
+    sent = _traffic(tuple(task.shape for task in tasks))
+    return float(max(sent.sum(axis=0).max(), sent.sum(axis=1).max()))
+
+
+@lru_cache(maxsize=256)  # replicas have equal ones
+def _traffic(shapes: tuple[tuple[int, ...], ...]) -> NDArray[np.int64]:
+    """Return the bytes of an all-to-all, a row for each sender and a column for each receiver."""
+    return np.array(shapes, dtype=np.int64)
 
 
 def _wire_ratio(kind: TaskKind, num_ranks: int) -> float:
@@ -160,18 +168,20 @@ def _wire_ratio(kind: TaskKind, num_ranks: int) -> float:
             return 1.0  # an all-to-all's bytes are counted without a rank's own share
 
 
-def _bytes_leaving(tasks: Sequence[Task], members: Sequence[int]) -> float:
-    """Return the bytes that go from some ranks of a group to the others, the larger of out and in."""
-    kind = tasks[0].kind
+def _bytes_leaving(tasks: Sequence[Task], host_of_member: NDArray[np.intp]) -> list[float]:
+    """Return the bytes that go from the ranks of each host of a group to the others, the larger of out and in.
+
+    Args:
+        host_of_member: number of each rank's host, from 0.
+    """
+    kind, num_hosts = tasks[0].kind, int(host_of_member.max()) + 1
     if kind is TaskKind.ALL_TO_ALL:
-        others = [index for index in range(len(tasks)) if index not in set(members)]
-        out = sum(tasks[member].shape[other] for member in members for other in others)
-        back = sum(tasks[other].shape[member] for member in members for other in others)
-        return float(max(out, back))
-    if len(members) == len(tasks):
-        return 0.0
+        between = np.zeros((num_hosts, num_hosts), dtype=np.int64)
+        np.add.at(between, (host_of_member[:, None], host_of_member[None, :]), _traffic(tuple(t.shape for t in tasks)))
+        np.fill_diagonal(between, 0)
+        return [float(sent) for sent in np.maximum(between.sum(axis=0), between.sum(axis=1))]
     # One ring through all ranks enters and leaves each host once a channel: what a single rank's port carries.
-    return max(task.num_bytes for task in tasks) * _wire_ratio(kind, len(tasks))
+    return [max(task.num_bytes for task in tasks) * _wire_ratio(kind, len(tasks))] * num_hosts
 
 
 def _interpolate(curve: Sequence[CollectiveSample], num_bytes: float) -> float:

@@ -1,15 +1,18 @@
 """simulate(): check, lower, price, run."""
 
 import math
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from simulator.aggregation import aggregated
 from simulator.collectives import CollectiveCosts, port_capacities
 from simulator.constraints import violations
 from simulator.costs import ComputeCosts
-from simulator.engine import run_program, step_seconds
+from simulator.engine import Played, play
 from simulator.errors import CalibrationError, PlanError
+from simulator.folding import FoldedProgram, fold
 from simulator.memory import allocated_bytes, peak_memory, total_bytes
 from simulator.specs.calibration import Calibration
 from simulator.specs.cluster import ClusterSpec, DeviceKind
@@ -101,10 +104,13 @@ def simulate_with(
     cluster = costs.cluster
     program = lower(plan, graph, model, cluster, step=step, seed=seed)
     generator = np.random.default_rng(seed)
-    spans, seconds = _run(costs, plan, program, _Medians())
+    folded = _folded(costs, plan, program)
+    num_steps = _STEPS_IN_A_CHAIN if cluster.device.kind is DeviceKind.CUDA else 1
+    spans, seconds = _last_step(play(folded, num_steps=num_steps), num_steps)
     durations = [seconds]
     for _ in range(trials - 1):
-        durations.append(_run(costs, plan, program, _Draws(generator=generator))[1])
+        draws = _Draws(costs, plan, generator)
+        durations.append(_period_seconds(play(folded, num_steps=num_steps, factor=draws.factor), num_steps))
     return Trace(
         origin=TraceOrigin.SIMULATED,
         num_ranks=plan.num_ranks,
@@ -124,94 +130,55 @@ def _measurable_bytes(
     return tuple(peak(memory) for memory in peak_memory(plan, graph, model, cluster, seed=seed))
 
 
-class _Medians:
-    """Every cost at its median."""
-
-    def factor(self, task: Task, log_spread: float) -> float:
-        """Return one."""
-        del task, log_spread
-        return 1.0
-
-
-@dataclass(slots=True)
-class _Draws:
-    """Costs of one trial: a factor for each kind and phase, since what makes one task slow makes its likes slow."""
-
-    generator: np.random.Generator
-    deviations: dict[tuple[TaskKind, Phase], float] = field(default_factory=dict)
-
-    def factor(self, task: Task, log_spread: float) -> float:
-        """Return the factor of a task's cost."""
-        key = (task.kind, task.phase)
-        if key not in self.deviations:
-            self.deviations[key] = self.generator.standard_normal()
-        return math.exp(self.deviations[key] * log_spread / _DECILE_DEVIATIONS)
-
-
-def _run(costs: Pricing, plan: Plan, program: Program, draws: _Medians | _Draws) -> tuple[tuple[Span, ...], float]:
-    cluster = costs.cluster
-    computes = costs.of(min(plan.num_ranks, cluster.devices_per_host))
-
-    chain = _STEPS_IN_A_CHAIN if cluster.device.kind is DeviceKind.CUDA else 1
+def _folded(costs: Pricing, plan: Plan, program: Program) -> FoldedProgram:
+    """Return a step with its median costs, which are equal on all ranks, each class of what is alike held once."""
+    computes = costs.of(min(plan.num_ranks, costs.cluster.devices_per_host))
     overhead_seconds = costs.calibration.task_overhead_seconds
     is_replayed = plan.step_mode is StepMode.CUDA_GRAPH
 
     def compute_cost(_: int, task: Task) -> TaskCost:
         cost = computes.price(task)
-        return TaskCost(
-            host_seconds=_REPLAYED_LAUNCH_SECONDS if is_replayed else cost.host_seconds + overhead_seconds,
-            device_seconds=cost.device_seconds * draws.factor(task, computes.log_spread(task)),
-        )
+        host_seconds = _REPLAYED_LAUNCH_SECONDS if is_replayed else cost.host_seconds + overhead_seconds
+        return replace(cost, host_seconds=host_seconds)
 
     def collective_cost(tasks: tuple[Task, ...]) -> CollectiveCost:
         cost = costs.collectives.price(tasks)
-        factor = draws.factor(tasks[0], costs.collectives.log_spread(tasks[0]))
-        flows = tuple(replace(flow, num_bytes=flow.num_bytes * factor) for flow in cost.flows)
-        return CollectiveCost(
-            host_seconds=cost.host_seconds + overhead_seconds,
-            latency_seconds=cost.latency_seconds * factor,
-            flows=flows,
-        )
+        host_seconds = cost.host_seconds + overhead_seconds
+        return replace(cost, host_seconds=host_seconds, flows=aggregated(cost.flows))
 
-    spans = run_program(
-        _chained(program, chain),
+    return fold(
+        program,
         compute_cost=compute_cost,
         collective_cost=collective_cost,
-        port_capacities=port_capacities(cluster),
-    )
-    return _last_step(spans, program, chain)
-
-
-def _chained(program: Program, num_steps: int) -> Program:
-    """Return a program that runs a step several times; names are told apart by a suffix."""
-    if num_steps == 1:
-        return program
-    return Program(
-        tasks=tuple(
-            tuple(
-                replace(
-                    task,
-                    name=f"{task.name}#{step}",
-                    waits_for=tuple(index + step * len(tasks) for index in task.waits_for),
-                )
-                for step in range(num_steps)
-                for task in tasks
-            )
-            for tasks in program.tasks
-        )
+        port_capacities=port_capacities(costs.cluster),
+        kind_of_rank=(None,) * plan.num_ranks,
     )
 
 
-def _last_step(spans: tuple[Span, ...], program: Program, num_steps: int) -> tuple[tuple[Span, ...], float]:
-    """Return the spans of the last step of a chain, and the time from the end of the step before to its end."""
-    if num_steps == 1:
-        return spans, step_seconds(spans)
-    suffix = f"#{num_steps - 1}"
-    before = max(span.end_seconds for span in spans if span.name.endswith(f"#{num_steps - 2}"))
-    last = [span for span in spans if span.name.endswith(suffix)]
-    origin = min(span.start_seconds for span in last)
-    shifted = (
-        replace(span, name=span.name.removesuffix(suffix), start_seconds=span.start_seconds - origin) for span in last
-    )
-    assert len(last) == sum(len(tasks) for tasks in program.tasks), len(last)
-    return tuple(shifted), max(span.end_seconds for span in last) - before
+class _Draws:
+    """Costs of one trial: a factor for each kind and phase, since what makes one task slow makes its likes slow."""
+
+    def __init__(self, costs: Pricing, plan: Plan, generator: np.random.Generator) -> None:
+        self._computes = costs.of(min(plan.num_ranks, costs.cluster.devices_per_host))
+        self._collectives, self._generator = costs.collectives, generator
+        self._deviations: dict[tuple[TaskKind, Phase], float] = {}
+
+    def factor(self, task: Task) -> float:
+        """Return the factor of a task's cost."""
+        key = (task.kind, task.phase)
+        if key not in self._deviations:
+            self._deviations[key] = self._generator.standard_normal()
+        spread_of = self._collectives if task.kind.is_collective else self._computes
+        return math.exp(self._deviations[key] * spread_of.log_spread(task) / _DECILE_DEVIATIONS)
+
+
+def _last_step(played: Played, num_steps: int) -> tuple[Sequence[Span], float]:
+    """Return the spans of the last of some steps, and the time from the end of the step before to its end."""
+    last = num_steps - 1
+    origin_seconds = played.start_seconds(last) if last else 0.0
+    return played.spans(last, origin_seconds=origin_seconds), _period_seconds(played, num_steps)
+
+
+def _period_seconds(played: Played, num_steps: int) -> float:
+    before = played.end_seconds(num_steps - 2) if num_steps > 1 else 0.0
+    return played.end_seconds(num_steps - 1) - before

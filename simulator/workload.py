@@ -13,7 +13,7 @@ from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import NUM_DEGREE_BUCKETS, EdgeBias, ModelSpec
 from simulator.specs.plan import Exchange, Plan, Recompute, SampledBatches, SampledLayer, batch_parts, seed_ranges
-from simulator.specs.program import Phase, Program, Stream, Task, TaskKind, stream_of, task_name
+from simulator.specs.program import Phase, Program, SharedTasks, Stream, Task, TaskKind, stream_of, task_name
 from simulator.specs.units import Dtype
 
 
@@ -86,18 +86,26 @@ class RankWork:
 
 
 def rank_work(plan: Plan, *, step: int, seed: int) -> tuple[RankWork, ...]:
-    """Return what each rank holds in a training step; of sampled batches, what is to be expected."""
+    """Return what each rank holds in a training step; of sampled batches, what is to be expected.
+
+    Ranks that hold the same have one and the same object.
+    """
     if plan.sampled is not None:
-        return tuple(_sampled_work(plan.sampled, end - first) for first, end in seed_ranges(plan, step=step))
-    degree = plan.graph_parallel_degree
+        seeds = [end - first for first, end in seed_ranges(plan, step=step)]
+        by_seeds = {count: _sampled_work(plan.sampled, count) for count in set(seeds)}
+        return tuple(by_seeds[count] for count in seeds)
     batches = batch_parts(plan, step=step, seed=seed)
-    groups = {batch: _group_of_batch(plan, batch) for batch in set(batches)}
-    found = []
-    for rank in range(plan.num_ranks):
-        batch = batches[rank // degree]
-        work = _work_of_rank(plan, batch, rank % degree)
-        found.append(replace(work, group=_group_work(plan, batch, rank % degree, groups[batch])))
-    return tuple(found)
+    by_batch = {batch: _works_of_batch(plan, batch) for batch in set(batches)}
+    return tuple(work for batch in batches for work in by_batch[batch])
+
+
+def _works_of_batch(plan: Plan, batch: tuple[int, ...]) -> tuple[RankWork, ...]:
+    """Return what each rank of a graph group holds of a batch."""
+    group = _group_of_batch(plan, batch)
+    ranks = range(plan.graph_parallel_degree)
+    return tuple(
+        replace(_work_of_rank(plan, batch, rank), group=_group_work(plan, batch, rank, group)) for rank in ranks
+    )
 
 
 def _sampled_work(sampled: SampledBatches, num_seeds: int) -> RankWork:
@@ -333,7 +341,7 @@ def lower(
     seed: int = 0,
     works: Sequence[RankWork] | None = None,
 ) -> Program:
-    """Return the tasks of every rank in one training step.
+    """Return the tasks of every rank in one training step; replicas that hold the same share them.
 
     Args:
         step: which step; batches differ from step to step.
@@ -343,22 +351,30 @@ def lower(
     """
     made = works or rank_work(plan, step=step + plan.prefetch_batches, seed=seed)
     works = works or rank_work(plan, step=step, seed=seed)
-    on_cpu = cluster.device.kind is DeviceKind.CPU
-    return Program(
-        tasks=tuple(
-            _RankLowering(
-                plan=plan,
-                graph=graph,
-                model=model,
-                cluster=cluster,
-                work=work,
-                made_work=made_work,
-                rank=rank,
-                blocks_host=on_cpu,
-            ).tasks_of_step()
-            for rank, (work, made_work) in enumerate(zip(works, made, strict=True))
-        )
+    number_of: dict[tuple[int, int, int], int] = {}  # by identity of what is held, and place in the graph group
+    first_ranks: list[int] = []
+    list_of_rank: list[int] = []
+    for rank, (work, made_work) in enumerate(zip(works, made, strict=True)):
+        key = (id(work), id(made_work), rank % plan.graph_parallel_degree)
+        if key not in number_of:
+            number_of[key] = len(first_ranks)
+            first_ranks.append(rank)
+        list_of_rank.append(number_of[key])
+    lists = tuple(
+        _RankLowering(
+            plan=plan,
+            graph=graph,
+            model=model,
+            cluster=cluster,
+            work=works[rank],
+            made_work=made[rank],
+            rank=rank,
+            blocks_host=cluster.device.kind is DeviceKind.CPU,
+        ).tasks_of_step()
+        for rank in first_ranks
     )
+    shifts = tuple(rank - first_ranks[number] for rank, number in enumerate(list_of_rank))
+    return Program(tasks=SharedTasks(lists=lists, list_of_rank=tuple(list_of_rank), shift_of_rank=shifts))
 
 
 def batch_task_shape(plan: Plan, graph: GraphSpec, model: ModelSpec, work: RankWork) -> tuple[int, ...]:
@@ -388,6 +404,11 @@ class _RankLowering:
     _previous: int | None = None  # the latest task that is no reduction beside the others
     _beside: dict[str, int] = field(default_factory=dict)  # those reductions, by name
     _in_flight: list[int] = field(default_factory=list)  # collectives that no later task has waited for yet
+    _all_ranks: tuple[int, ...] = field(init=False)
+    _graph_group: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._all_ranks, self._graph_group = tuple(range(self.plan.num_ranks)), self.plan.graph_group(self.rank)
 
     def tasks_of_step(self) -> tuple[Task, ...]:
         """Return batch, forward, backward and update of this rank."""
@@ -557,7 +578,7 @@ class _RankLowering:
         group: tuple[int, ...] = ()
         if kind.is_collective:
             is_of_all = phase is Phase.UPDATE
-            group = tuple(range(self.plan.num_ranks)) if is_of_all else ranks or self.plan.graph_group(self.rank)
+            group = self._all_ranks if is_of_all else ranks or self._graph_group
         beyond_cache_ratio = None
         if kind is TaskKind.ATTENTION:
             beyond_cache_ratio = beyond_cache_ratio_of(self.plan, shape, self.cluster)

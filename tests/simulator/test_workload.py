@@ -1,7 +1,7 @@
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -44,7 +44,7 @@ CPU, GPU = (made_cluster(num_hosts=8, devices_per_host=8, kind=kind) for kind in
 
 def tasks_of(
     plan: Plan, model: ModelSpec, graph: GraphSpec | None = None, *, step: int = 0, seed: int = 0
-) -> tuple[tuple[Task, ...], ...]:
+) -> Sequence[tuple[Task, ...]]:
     return lower(plan, graph or graph_of(plan.partition), model, CPU, step=step, seed=seed).tasks
 
 
@@ -52,7 +52,7 @@ def flops_of(tasks: Iterable[Task]) -> float:
     return sum(task_flops(task.kind, task.phase, task.shape) for task in tasks if not task.kind.is_collective)
 
 
-def flatten(tasks: tuple[tuple[Task, ...], ...]) -> list[Task]:
+def flatten(tasks: Sequence[tuple[Task, ...]]) -> list[Task]:
     return [task for rank in tasks for task in rank]
 
 
