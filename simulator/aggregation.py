@@ -25,6 +25,8 @@ def aggregated(flows: Sequence[Flow]) -> tuple[Flow, ...]:
     The flow of a port is as many equal ones as crossed it, so that beside others the collective gets its share. Where
     caps are stated, the flow that takes longest alone stays too, without its ports.
     """
+    if len({port for flow in flows for port in flow.ports} or flows) >= len(flows):
+        return tuple(flows)
     loads: Counter[Port] = Counter()
     num_bytes: dict[Port, float] = defaultdict(float)
     caps: dict[Port, float] = defaultdict(float)
@@ -34,8 +36,6 @@ def aggregated(flows: Sequence[Flow]) -> tuple[Flow, ...]:
                 loads[port] += load
                 num_bytes[port] += load * flow.num_bytes
                 caps[port] = max(caps[port], flow.max_bytes_per_second)
-    if len(flows) <= len(loads) or not loads:
-        return tuple(flows)
     of_ports = [
         Flow(num_bytes=num_bytes[port] / load, ports=(port,), max_bytes_per_second=caps[port], alike=(load,))
         for port, load in loads.items()

@@ -27,9 +27,10 @@ class Meeting:
         """Return the tasks of its ranks, in the group's order."""
         lists, list_of_rank, group = shared.lists, shared.list_of_rank, self.ranks
         found = [lists[list_of_rank[rank]][index] for rank, index in zip(group, self.indices, strict=True)]
-        return tuple(
-            task if task.group is group or task.group == group else replace(task, group=group) for task in found
-        )
+        # Tasks of a list share their groups, which it takes long to compare if they are of many ranks.
+        groups = {id(task.group): task.group for task in found}
+        moved = {key for key, other in groups.items() if other != group}
+        return tuple(replace(task, group=group) if id(task.group) in moved else task for task in found)
 
     @property
     def text(self) -> str:
@@ -70,14 +71,16 @@ def find_meetings(shared: SharedTasks) -> list[Meeting]:
     collectives = [
         [(index, task) for index, task in enumerate(tasks) if task.kind.is_collective] for tasks in shared.lists
     ]
+    own_groups = [list({id(task.group): task.group for _, task in own}.values()) for own in collectives]
     groups = _Groups(len(shared))
     found: dict[_Key, dict[int, int]] = {}
     places: dict[tuple[int, int], list[tuple[int, dict[int, int]]]] = {}
     for rank, place in enumerate(zip(shared.list_of_rank, shared.shift_of_rank, strict=True)):
         if place not in places:
             number, shift = place
+            group_of = {id(group): groups.number(group, shift) for group in own_groups[number]}
             places[place] = [
-                (index, found.setdefault((task.name, task.kind, groups.number(task.group, shift)), {}))
+                (index, found.setdefault((task.name, task.kind, group_of[id(task.group)]), {}))
                 for index, task in collectives[number]
             ]
         for index, index_of in places[place]:

@@ -104,7 +104,7 @@ def simulate_with(
     cluster = costs.cluster
     program = lower(plan, graph, model, cluster, step=step, seed=seed)
     generator = np.random.default_rng(seed)
-    folded = _folded(costs, plan, program)
+    folded = fold_priced(costs, plan, program)
     num_steps = _STEPS_IN_A_CHAIN if cluster.device.kind is DeviceKind.CUDA else 1
     spans, seconds = _last_step(play(folded, num_steps=num_steps), num_steps)
     durations = [seconds]
@@ -130,8 +130,8 @@ def _measurable_bytes(
     return tuple(peak(memory) for memory in peak_memory(plan, graph, model, cluster, seed=seed))
 
 
-def _folded(costs: Pricing, plan: Plan, program: Program) -> FoldedProgram:
-    """Return a step with its median costs, which are equal on all ranks, each class of what is alike held once."""
+def fold_priced(costs: Pricing, plan: Plan, program: Program) -> FoldedProgram:
+    """Return a plan's step with its median costs, which are those of equal tasks on all ranks, folded."""
     computes = costs.of(min(plan.num_ranks, costs.cluster.devices_per_host))
     overhead_seconds = costs.calibration.task_overhead_seconds
     is_replayed = plan.step_mode is StepMode.CUDA_GRAPH

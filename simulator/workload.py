@@ -360,6 +360,7 @@ def lower(
             number_of[key] = len(first_ranks)
             first_ranks.append(rank)
         list_of_rank.append(number_of[key])
+    all_ranks = tuple(range(plan.num_ranks))
     lists = tuple(
         _RankLowering(
             plan=plan,
@@ -369,6 +370,7 @@ def lower(
             work=works[rank],
             made_work=made[rank],
             rank=rank,
+            all_ranks=all_ranks,
             blocks_host=cluster.device.kind is DeviceKind.CPU,
         ).tasks_of_step()
         for rank in first_ranks
@@ -398,17 +400,17 @@ class _RankLowering:
     work: RankWork
     made_work: RankWork
     rank: int
+    all_ranks: tuple[int, ...]
     blocks_host: bool
     tasks: list[Task] = field(default_factory=list)
     _reductions: ReductionSchedule = field(init=False)
     _previous: int | None = None  # the latest task that is no reduction beside the others
     _beside: dict[str, int] = field(default_factory=dict)  # those reductions, by name
     _in_flight: list[int] = field(default_factory=list)  # collectives that no later task has waited for yet
-    _all_ranks: tuple[int, ...] = field(init=False)
     _graph_group: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._all_ranks, self._graph_group = tuple(range(self.plan.num_ranks)), self.plan.graph_group(self.rank)
+        self._graph_group = self.plan.graph_group(self.rank)
 
     def tasks_of_step(self) -> tuple[Task, ...]:
         """Return batch, forward, backward and update of this rank."""
@@ -578,7 +580,7 @@ class _RankLowering:
         group: tuple[int, ...] = ()
         if kind.is_collective:
             is_of_all = phase is Phase.UPDATE
-            group = self._all_ranks if is_of_all else ranks or self._graph_group
+            group = self.all_ranks if is_of_all else ranks or self._graph_group
         beyond_cache_ratio = None
         if kind is TaskKind.ATTENTION:
             beyond_cache_ratio = beyond_cache_ratio_of(self.plan, shape, self.cluster)

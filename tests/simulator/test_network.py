@@ -74,7 +74,7 @@ def test_the_narrowest_port_is_filled_first_by_hand():
 
 
 def brute_force_rates(flows: Sequence[Flow], capacities: Mapping[Port, float]) -> list[float]:
-    """Return max-min fair rates by raising all flows that still rise, step by step, to the next limit of any of them."""
+    """Return max-min fair rates by raising all flows that still rise, step by step, to the next limit of any."""
     rates, rising = [0.0] * len(flows), set(range(len(flows)))
     while rising:
         rooms = [flows[index].max_bytes_per_second - rates[index] for index in rising]
