@@ -22,7 +22,6 @@ from simulator.specs.fanout import FanoutComparison, neighbours_text
 from simulator.specs.graph import DEGREE_QUANTILES, GraphSpec
 from simulator.specs.order import NodeOrder
 from simulator.specs.plan import PartitionSpec
-from simulator.specs.trace import Trace, counted_ranks
 from simulator.specs.units import Dimension, format_quantity
 from simulator.timeout import collective_timeout_seconds
 
@@ -330,32 +329,6 @@ def _ms(seconds: float) -> str:
 def percent_text(ratio: float | None) -> str:
     """Return a signed error in percent; a dash where there is none."""
     return "-" if ratio is None else f"{100 * ratio:+.1f} %"
-
-
-def speed_json(trace: Trace, seconds: float) -> dict[str, float]:
-    """Return how much was simulated, and how fast.
-
-    Args:
-        seconds: that all trials of the trace took.
-    """
-    num_tasks = len(trace.spans) * len(trace.step_seconds)
-    return {
-        "num_spans": len(trace.spans),
-        "num_ranks": trace.num_ranks,
-        "num_rank_classes": len(counted_ranks(trace)),
-        "simulation_seconds": seconds,
-        "tasks_per_second": num_tasks / seconds,
-    }
-
-
-def speed_text(trace: Trace, seconds: float) -> str:
-    """Return the same in words."""
-    speed, num_trials = speed_json(trace, seconds), len(trace.step_seconds)
-    alike = f" ({speed['num_rank_classes']} of them differ)" if speed["num_rank_classes"] < trace.num_ranks else ""
-    return (
-        f"{len(trace.spans):,} tasks of {trace.num_ranks:,} ranks{alike} x {num_trials} trials in "
-        f"{seconds_text(seconds)}: {speed['tasks_per_second']:,.0f} tasks per second"
-    )
 
 
 def seconds_text(value: float) -> str:

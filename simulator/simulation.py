@@ -1,7 +1,10 @@
 """simulate(): check, lower, price, run."""
 
+import gc
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -28,6 +31,7 @@ from simulator.workload import lower
 _DECILE_DEVIATIONS = 1.2816
 # Steps of a chain on a GPU, whose host runs ahead: the last one's period is that of a long run.
 _STEPS_IN_A_CHAIN = 3
+_PROGRESS_SECONDS = 2.0  # between two words on how far trials are
 # Of one operation in a CUDA graph: 0.95 us on an H200 (../shared/DESIGN.md section 7).
 _REPLAYED_LAUNCH_SECONDS = 1e-6
 
@@ -78,6 +82,8 @@ def simulate(
     step: int = 0,
     seed: int = 0,
     trials: int = 1,
+    alike_ratio: float = 0.0,
+    on_progress: Callable[[str], None] = lambda _: None,
 ) -> Trace:
     """Return what a training step would do, and when.
 
@@ -87,6 +93,8 @@ def simulate(
         seed: `TrainSpec.seed`, and of the trials.
         trials: how many steps to draw; the first has every cost at its median and gives the spans, the others draw
             each cost from its spread, which gives the interval of `step_seconds`.
+        alike_ratio: replicas whose counts of rows and edges differ by no more than this share are taken for alike.
+        on_progress: told every few seconds how many trials are done, and about when all will be.
 
     Raises:
         PlanError: if the plan cannot run on the cluster.
@@ -94,32 +102,73 @@ def simulate(
     """
     if found := violations(plan, graph, model, cluster):
         raise PlanError("; ".join(found))
-    return simulate_with(pricing(cluster, calibration), plan, graph, model, step=step, seed=seed, trials=trials)
+    return simulate_with(
+        *(pricing(cluster, calibration), plan, graph, model),
+        step=step,
+        seed=seed,
+        trials=trials,
+        alike_ratio=alike_ratio,
+        on_progress=on_progress,
+    )
 
 
 def simulate_with(
-    costs: Pricing, plan: Plan, graph: GraphSpec, model: ModelSpec, *, step: int = 0, seed: int = 0, trials: int = 1
+    costs: Pricing,
+    plan: Plan,
+    graph: GraphSpec,
+    model: ModelSpec,
+    *,
+    step: int = 0,
+    seed: int = 0,
+    trials: int = 1,
+    alike_ratio: float = 0.0,
+    on_progress: Callable[[str], None] = lambda _: None,
 ) -> Trace:
     """Return what `simulate` does for a plan that is known to be legal, with costs prepared once for many plans."""
-    cluster = costs.cluster
-    program = lower(plan, graph, model, cluster, step=step, seed=seed)
-    generator = np.random.default_rng(seed)
+    with _collector_paused():
+        program = lower(plan, graph, model, costs.cluster, step=step, seed=seed, alike_ratio=alike_ratio)
+        spans, durations = _trials(costs, plan, program, seed=seed, trials=trials, on_progress=on_progress)
+        return Trace(
+            origin=TraceOrigin.SIMULATED,
+            num_ranks=plan.num_ranks,
+            spans=spans,
+            step_seconds=durations,
+            traced_step_seconds=durations[:1],
+            peak_memory_bytes=_measurable_bytes(plan, graph, model, costs.cluster, seed=seed),
+            environment=costs.calibration.environment,
+        )
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Leave garbage to reference counts: tasks and spans form no cycles, but the collector would walk all of them."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _trials(
+    costs: Pricing, plan: Plan, program: Program, *, seed: int, trials: int, on_progress: Callable[[str], None]
+) -> tuple[Sequence[Span], tuple[float, ...]]:
+    """Return the spans of a step with costs at their medians, and the seconds of that one and of the others drawn."""
+    began = told = time.monotonic()
     folded = fold_priced(costs, plan, program)
-    num_steps = _STEPS_IN_A_CHAIN if cluster.device.kind is DeviceKind.CUDA else 1
+    num_steps = _STEPS_IN_A_CHAIN if costs.cluster.device.kind is DeviceKind.CUDA else 1
     spans, seconds = _last_step(play(folded, num_steps=num_steps), num_steps)
     durations = [seconds]
-    for _ in range(trials - 1):
+    generator = np.random.default_rng(seed)
+    for trial in range(1, trials):
+        if (now := time.monotonic()) - told > _PROGRESS_SECONDS:
+            left_seconds = (now - began) / trial * (trials - trial)
+            on_progress(f"trial {trial} of {trials} done, about {left_seconds:.0f} s left")
+            told = now
         draws = _Draws(costs, plan, generator)
         durations.append(_period_seconds(play(folded, num_steps=num_steps, factor=draws.factor), num_steps))
-    return Trace(
-        origin=TraceOrigin.SIMULATED,
-        num_ranks=plan.num_ranks,
-        spans=spans,
-        step_seconds=tuple(durations),
-        traced_step_seconds=(seconds,),
-        peak_memory_bytes=_measurable_bytes(plan, graph, model, cluster, seed=seed),
-        environment=costs.calibration.environment,
-    )
+    return spans, tuple(durations)
 
 
 def _measurable_bytes(

@@ -73,7 +73,9 @@ def traces_from_chrome(headers: Sequence[object], events: Sequence[object], *, w
         if isinstance(event, dict) and event.get("ph") == "X":
             name, span = _span(event, traces, where=f"{where}: traceEvents[{index}]")
             spans[name].append(span)
-    return {name: replace(trace, spans=_with_alike(spans[name], alike[name])) for name, (_, trace) in traces.items()}
+    return {
+        name: replace(trace, spans=_with_alike(spans[name], alike[name], where)) for name, (_, trace) in traces.items()
+    }
 
 
 def _ranks_alike(header: Any, trace: Trace, *, where: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
@@ -90,13 +92,18 @@ def _ranks_alike(header: Any, trace: Trace, *, where: str) -> tuple[tuple[int, .
     return tuple(lists), tuple(shifts)
 
 
-def _with_alike(spans: list[Span], alike: tuple[tuple[int, ...], tuple[int, ...]] | None) -> Sequence[Span]:
+def _with_alike(spans: list[Span], alike: tuple[tuple[int, ...], tuple[int, ...]] | None, where: str) -> Sequence[Span]:
     """Return spans with those of ranks that are alike behind them."""
     if alike is None:
         return tuple(spans)
     list_of_rank, shift_of_rank = alike
     lists: list[list[Span]] = [[] for _ in set(list_of_rank)]
     for span in spans:
+        first = list_of_rank.index(list_of_rank[span.rank])
+        if span.rank != first:
+            raise SpecError(
+                f"{where}: {span.name} must be of rank {first}, which the header says is alike, got {span.rank}"
+            )
         lists[list_of_rank[span.rank]].append(span)
     return SharedSpans(lists=tuple(map(tuple, lists)), list_of_rank=list_of_rank, shift_of_rank=shift_of_rank)
 

@@ -43,7 +43,7 @@ NUM_PARTS = 64
 # Replicas, and the most seconds that a prediction may take.
 BARS = {16: 10.0, 256: 20.0}
 GOAL_SECONDS = 2.0  # of 1,024 ranks
-REPETITIONS = 5
+REPETITIONS = 10
 TRIALS = 20
 MOST_DIFFERENCE = 0.01
 
