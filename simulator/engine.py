@@ -74,7 +74,8 @@ def play(folded: FoldedProgram, *, num_steps: int = 1, factor: Callable[[Task], 
     Raises:
         PlanError: if a collective waits for a rank that never comes.
     """
-    meetings = [[_meeting(each, step, folded, factor) for each in folded.meetings] for step in range(num_steps)]
+    prices = [_scaled(each, folded, factor) for each in folded.meetings]
+    meetings = [[_Meeting(*price, step) for price in prices] for step in range(num_steps)]
     ranks = [_Rank(number, each, meetings, factor) for number, each in enumerate(folded.ranks)]
     env = simpy.Environment()
     network = Network(env, folded.capacities)
@@ -125,9 +126,9 @@ class _Meeting:
     """
 
     of: MeetingClass
-    step: int
     latency_seconds: float
     flows: tuple[Flow, ...]
+    step: int
     arrived: set[tuple[int, int]] = field(default_factory=set)
     begin_seconds: float = 0.0
     has_ended: bool = False
@@ -139,13 +140,16 @@ class _Meeting:
         return len(self.arrived) == len(self.of.members)
 
 
-def _meeting(found: MeetingClass, step: int, folded: FoldedProgram, factor: Callable[[Task], float]) -> _Meeting:
+def _scaled(
+    found: MeetingClass, folded: FoldedProgram, factor: Callable[[Task], float]
+) -> tuple[MeetingClass, float, tuple[Flow, ...]]:
+    """Return a class of collectives with its latency in seconds and its flows, both times a factor."""
     rank_class, index = found.members[0]
     by = factor(folded.ranks[rank_class].tasks[index])
     latency_seconds = by * found.cost.latency_seconds
     assert 0 <= latency_seconds < inf, f"latency of {found.first.name} must be >= 0 and finite"
     flows = found.flows if by == 1 else tuple(replace(flow, num_bytes=by * flow.num_bytes) for flow in found.flows)
-    return _Meeting(found, step, latency_seconds, flows)
+    return found, latency_seconds, flows
 
 
 class _Rank:

@@ -1,7 +1,7 @@
 """Takes replicas for alike that hold about as much, so that a step of many different parts is played by a few.
 
-Every count of a replica that stands for others (rows, edges, rows to each rank) is off by the given share at most. So is
-a cost that grows no faster than its counts, and so are a step's tasks where flows share nothing: they follow from
+Every count of a replica that stands for others (rows, edges, rows to each rank) is off by the given share at most. So
+is a cost that grows no faster than its counts, and so are a step's tasks where flows share nothing: they follow from
 costs by sums and maxima, which grow by no more than what they are made of.
 """
 
@@ -29,7 +29,7 @@ def replicas_that_stand_for_others(held: Sequence[Sequence[object]], ratio: floa
 
 
 def _cell(count: int | None, step: float) -> int | None:
-    """Return a number that counts share which differ by less than a step of their logarithms; none is like no other."""
+    """Return a number that only counts share whose logarithms differ by less than a step; many of these do."""
     return -1 if count == 0 else None if count is None else math.floor(math.log(count) / step)
 
 

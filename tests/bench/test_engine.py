@@ -24,7 +24,8 @@ def test_tasks_of_all_ranks_are_counted_and_replicas_are_one_class_a_part():
     plan = plan_of(8, 3)
     program = lower(plan, graph_of(plan.partition), MODEL, costs_of(24).cluster)
     assert (num_tasks, num_classes) == (program.num_tasks, 8)
-    assert seconds > 0
+    assert seconds.core > 0
+    assert seconds.passed > 0
 
 
 def test_folding_changes_nothing_within_a_percent():
@@ -56,10 +57,13 @@ def test_figures_have_the_bars_of_the_issue(monkeypatch):
     monkeypatch.setattr(engine, "BARS", {2: 10.0, 3: 20.0})
     monkeypatch.setattr(engine, "REPETITIONS", 2)
     monkeypatch.setattr(engine, "TRIALS", 3)
+    monkeypatch.setattr(engine, "DIFFERENT", ((3, 2), (1, 6)))
     figures = {figure.name: figure for figure in engine.measure()}
     assert figures["8 ranks: from plan to trace (goal 2 s)"].bar == 10.0
     assert figures["12 ranks: from plan to trace"].bar == 20.0
     assert all(figure.holds for figure in figures.values())
+    assert {figures[f"{name} different parts: from plan to trace"].bar for name in ("2 x 3", "6 x 1")} == {10.0}
+    assert figures["6 x 1 different parts: ranks that then differ"].value <= 6
     speed = figures["8 ranks: tasks per second"]
     assert speed.value == pytest.approx(
         figures["8 ranks: tasks in a step"].value / figures["8 ranks: from plan to trace (goal 2 s)"].value
