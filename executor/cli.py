@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -38,6 +39,7 @@ from executor.cli_output import (
     statistics_json,
     statistics_tables,
 )
+from executor.cli_prediction import summary_of
 from executor.cli_replay import add_replay_commands
 from planner.explain import description
 from planner.order import order_localities
@@ -248,26 +250,39 @@ def simulate_command(
     ),
     step: Annotated[int, typer.Option(help="Which training step; batches of clusters differ.", min=0)] = 0,
     trials: Annotated[int, typer.Option(help="Steps to draw for the interval.", min=1)] = 20,
+    alike: Annotated[
+        float, typer.Option(help="Take replicas for alike whose rows and edges differ by this share.", min=0, max=0.5)
+    ] = 0.0,
     force: ForceFlag = False,
     json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
     """Predict a step of a plan, task by task.
 
+    Ranks that do the same are simulated once; with --alike 0.01 also those that do about the same.
+
     Example: graphpilot simulate plan.json --calibration calibration.json
     """
     file = read_plan(plan)
     require_writable(out)
     usable = _usable(calibration, file.cluster, force=force)
-    trace = simulate(
-        file.plan, file.graph, file.model, file.cluster, usable, step=step, seed=file.train.seed, trials=trials
-    )
+    output, began = Output(json, quiet), time.perf_counter()
+    with output.working("simulating") as progress:
+        trace = simulate(
+            *(file.plan, file.graph, file.model, file.cluster, usable),
+            step=step,
+            seed=file.train.seed,
+            trials=trials,
+            alike_ratio=alike,
+            on_progress=progress,
+        )
+    summary = summary_of(file.plan, file.cluster, trace, simulation_seconds=time.perf_counter() - began)
     write_trace(out, trace)
     quantiles = {f"p{ratio}": trace.step_seconds_quantile(ratio / 100) for ratio in (10, 50, 90)}
-    shown = " / ".join(map(seconds_text, quantiles.values()))
-    Output(json, quiet).result(
-        {"out": str(out), "step_seconds": quantiles, "num_spans": len(trace.spans)},
-        f"step (p10 / p50 / p90): {shown}; {len(trace.spans)} spans written to {out}",
+    output.result(
+        {"out": str(out), "step_seconds": quantiles, **summary.as_json()},
+        f"step (p10 / p50 / p90): {' / '.join(map(seconds_text, quantiles.values()))}; written to {out}",
+        *summary.lines(),
     )
 
 

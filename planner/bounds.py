@@ -2,9 +2,9 @@
 
 from collections import defaultdict
 
+from simulator.meetings import find_meetings
 from simulator.simulation import Pricing
-from simulator.specs.cost import CollectiveCost
-from simulator.specs.program import Program, Stream, Task
+from simulator.specs.program import Program, Stream
 
 
 def lower_bound_seconds(costs: Pricing, program: Program) -> float:
@@ -15,21 +15,20 @@ def lower_bound_seconds(costs: Pricing, program: Program) -> float:
     device is at the step before. Waiting for others, sharing of links and the order between the streams are left out.
     """
     computes = costs.of(min(program.num_ranks, costs.cluster.devices_per_host))
-    known: dict[tuple[str, tuple[int, ...]], CollectiveCost] = {}
-    by_key: dict[tuple[str, tuple[int, ...]], list[Task]] = {}
-    for tasks in program.tasks:
-        for task in tasks:
-            if task.kind.is_collective:
-                by_key.setdefault((task.name, task.group), []).append(task)
-    for key, tasks_of_group in by_key.items():
-        known[key] = costs.collectives.price(tuple(tasks_of_group))
+    shared = program.shared
+    known: dict[tuple[str, tuple[int, ...]], float] = {}
+    # The first rank of each list stands for those with equal tasks: a bound by some ranks is a bound.
+    first_ranks = {number: rank for rank, number in reversed(list(enumerate(shared.list_of_rank)))}
+    for meeting in find_meetings(shared):
+        if not set(first_ranks.values()).isdisjoint(meeting.ranks):
+            known[meeting.name, meeting.ranks] = costs.collectives.price(meeting.tasks(shared)).latency_seconds
     busiest = 0.0
-    for tasks in program.tasks:
+    for tasks in (shared[rank] for rank in first_ranks.values()):
         blocking_seconds = 0.0
         busy_seconds: dict[Stream, float] = defaultdict(float)
         for task in tasks:
             if task.kind.is_collective:
-                busy_seconds[task.stream] += known[task.name, task.group].latency_seconds
+                busy_seconds[task.stream] += known[task.name, task.group]
             else:
                 seconds = computes.price(task).device_seconds
                 busy_seconds[task.stream] += seconds

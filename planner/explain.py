@@ -9,7 +9,7 @@ from simulator.specs.gradients import CompressionKind
 from simulator.specs.order import NodeOrder
 from simulator.specs.plan import Exchange, ExchangePayload, Plan, Recompute
 from simulator.specs.program import BATCH_KINDS
-from simulator.specs.trace import Span, Trace
+from simulator.specs.trace import Span, Trace, counted_spans
 from simulator.specs.units import Dimension, format_quantity
 
 # How most reasons end; a table of many may say it once.
@@ -88,19 +88,24 @@ def breakdown(plan: Plan, trace: Trace) -> Breakdown:
     scale = plan.steps_per_epoch / trace.num_ranks
     compute_seconds = busy_seconds = covered_seconds = 0.0
     spans_of_rank: dict[int, list[Span]] = defaultdict(list)
-    for span in trace.spans:
+    counted = list(counted_spans(trace.spans))
+    for span, _ in counted:
         if span.kind not in BATCH_KINDS:
             spans_of_rank[span.rank].append(span)
     batch_seconds = scale * sum(
-        _alone_seconds(span, spans_of_rank[span.rank]) for span in trace.spans if span.kind in BATCH_KINDS
+        num_alike * _alone_seconds(span, spans_of_rank[span.rank])
+        for span, num_alike in counted
+        if span.kind in BATCH_KINDS
     )
-    for spans in spans_of_rank.values():
+    num_alike_of = {span.rank: num_alike for span, num_alike in counted}
+    for rank, spans in spans_of_rank.items():
+        by = scale * num_alike_of[rank]
         compute = [(span.start_seconds, span.end_seconds) for span in spans if not span.kind.is_collective]
         moving = [(s.start_seconds + s.waiting_seconds, s.end_seconds) for s in spans if s.kind.is_collective]
         waiting = [(s.start_seconds, s.start_seconds + s.waiting_seconds) for s in spans if s.kind.is_collective]
-        compute_seconds += scale * _covered_seconds(compute)
-        busy_seconds += scale * _covered_seconds(compute + moving)
-        covered_seconds += scale * _covered_seconds(compute + moving + waiting)
+        compute_seconds += by * _covered_seconds(compute)
+        busy_seconds += by * _covered_seconds(compute + moving)
+        covered_seconds += by * _covered_seconds(compute + moving + waiting)
     whole_seconds = plan.steps_per_epoch * trace.median_step_seconds
     return Breakdown(
         batch_seconds=batch_seconds,

@@ -10,8 +10,10 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from simulator.fabric import Traffic, fabric_of
 from simulator.specs.calibration import Calibration, CollectiveSample
@@ -116,7 +118,7 @@ def _traffic(tasks: Sequence[Task]) -> Traffic:
     """Return what the ranks of a collective send."""
     kind, group = tasks[0].kind, tasks[0].group
     if kind is TaskKind.ALL_TO_ALL:
-        return Traffic(group=group, pair_bytes=np.array([task.shape for task in tasks], dtype=float))
+        return Traffic(group=group, pair_bytes=_pair_bytes(tuple(task.shape for task in tasks)))
     return Traffic(group=group, ring_bytes=max(task.num_bytes for task in tasks) * _wire_ratio(kind, len(tasks)))
 
 
@@ -124,9 +126,14 @@ def _priced_bytes(tasks: Sequence[Task]) -> float:
     """Return the bytes that a collective's time follows: of an all-to-all, the busiest rank's, sent or received."""
     if tasks[0].kind is not TaskKind.ALL_TO_ALL:
         return float(max(task.num_bytes for task in tasks))
-    sent = [task.num_bytes for task in tasks]
-    received = [sum(task.shape[index] for task in tasks) for index in range(len(tasks))]
-    return float(max(*sent, *received))
+    sent = _pair_bytes(tuple(task.shape for task in tasks))
+    return float(max(sent.sum(axis=0).max(), sent.sum(axis=1).max()))
+
+
+@lru_cache(maxsize=256)  # replicas have equal ones
+def _pair_bytes(shapes: tuple[tuple[int, ...], ...]) -> NDArray[np.float64]:
+    """Return the bytes of an all-to-all, a row for each sender and a column for each receiver."""
+    return np.array(shapes, dtype=np.float64)
 
 
 def _wire_ratio(kind: TaskKind, num_ranks: int) -> float:

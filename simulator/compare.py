@@ -14,7 +14,7 @@ import pandas as pd
 
 from simulator.errors import SpecError
 from simulator.specs.program import Phase, TaskKind
-from simulator.specs.trace import Span, Trace
+from simulator.specs.trace import Span, Trace, counted_ranks, counted_spans
 
 # A choice, not a measurement: errors that cancel and are each below this share of the step are left unreported.
 CANCELLING_LIMIT_RATIO = 0.05
@@ -215,7 +215,8 @@ def numbered_steps(trace: Trace, side: str) -> dict[int, float]:
     Raises:
         SpecError: if the trace has too little or contradicts itself.
     """
-    steps = sorted({span.step for span in trace.spans})
+    spans = [span for span, _ in counted_spans(trace.spans)]
+    steps = sorted({span.step for span in spans})
     if not steps:
         raise SpecError(f"spans of the {side} trace must not be empty, got none; set trace_steps in [train]")
     if len(steps) != len(trace.traced_step_seconds):
@@ -225,9 +226,9 @@ def numbered_steps(trace: Trace, side: str) -> dict[int, float]:
         )
     if not trace.step_seconds:
         raise SpecError(f"step_seconds of the {side} trace must not be empty, got none; run steps that are not traced")
-    if min(*trace.step_seconds, *trace.traced_step_seconds) <= 0 or not any(span.busy_seconds for span in trace.spans):
+    if min(*trace.step_seconds, *trace.traced_step_seconds) <= 0 or not any(span.busy_seconds for span in spans):
         raise SpecError(f"durations of the {side} trace must be > 0, got 0 for a step or for every span")
-    ranks = {span.rank for span in trace.spans}
+    ranks = {span.rank for span in spans}
     if not ranks <= set(range(trace.num_ranks)):
         raise SpecError(f"rank of a span of the {side} trace must be < num_ranks = {trace.num_ranks}, got {max(ranks)}")
     return dict(zip(steps, trace.traced_step_seconds, strict=True))
@@ -293,28 +294,32 @@ class _Parts:
     def of(trace: Trace, side: str) -> "_Parts":
         """Return the parts of a trace's steps, all three kinds of rest included."""
         steps = numbered_steps(trace, side)
-        names = Counter(span.name for span in trace.spans)
-        counts: Counter[_Key] = Counter((span.kind, span.phase) for span in trace.spans)
-        counts[Rest.WAITING, None] = sum(span.waiting_seconds > 0 for span in trace.spans)
+        names: Counter[str] = Counter()
+        counts: Counter[_Key] = Counter()
         seconds: dict[_Key, float] = dict.fromkeys([(rest, None) for rest in Rest], 0.0)
-        of_rank: dict[tuple[int, int], list[Span]] = {
-            (rank, step): [] for rank in range(trace.num_ranks) for step in steps
+        # One rank stands for all that are alike.
+        of_rank: dict[tuple[int, int, int], list[Span]] = {
+            (rank, step, num_alike): [] for rank, num_alike in counted_ranks(trace) for step in steps
         }
-        for span in trace.spans:
+        for span, num_alike in counted_spans(trace.spans):
             key = (span.kind, span.phase)
-            seconds[key] = seconds.get(key, 0.0) + span.busy_seconds
-            seconds[Rest.WAITING, None] += span.waiting_seconds
-            of_rank[span.rank, span.step].append(span)
-        for (_, step), spans in of_rank.items():
+            names[span.name] += num_alike
+            counts[key] += num_alike
+            counts[Rest.WAITING, None] += num_alike * (span.waiting_seconds > 0)
+            seconds[key] = seconds.get(key, 0.0) + num_alike * span.busy_seconds
+            seconds[Rest.WAITING, None] += num_alike * span.waiting_seconds
+            of_rank[span.rank, span.step, num_alike].append(span)
+        for (_, step, num_alike), spans in of_rank.items():
             covered_seconds = _covered_seconds(spans)
             task_seconds = sum(span.duration_seconds for span in spans)
-            seconds[Rest.BETWEEN_TASKS, None] += _excess_seconds(steps[step], covered_seconds)
-            seconds[Rest.OVERLAPPED, None] += _excess_seconds(task_seconds, covered_seconds)
+            seconds[Rest.BETWEEN_TASKS, None] += num_alike * _excess_seconds(steps[step], covered_seconds)
+            seconds[Rest.OVERLAPPED, None] += num_alike * _excess_seconds(task_seconds, covered_seconds)
+        total = trace.num_ranks * len(steps)
         return _Parts(
             step_seconds=fmean(steps.values()),
-            counts={key: count / len(of_rank) for key, count in counts.items()},
-            seconds={key: total / len(of_rank) for key, total in seconds.items()},
-            names={name: count / len(of_rank) for name, count in names.items()},
+            counts={key: count / total for key, count in counts.items()},
+            seconds={key: spent / total for key, spent in seconds.items()},
+            names={name: count / total for name, count in names.items()},
         )
 
 

@@ -39,11 +39,17 @@ def peak_memory(
         seed: `TrainSpec.seed`, which orders the cluster batches.
     """
     by_step = [rank_work(plan, step=step, seed=seed) for step in steps]
+    known: dict[tuple[int, ...], RankMemory] = {}  # by identity of what ranks hold, and by parts that they evaluate
     found = []
     for rank in range(plan.num_ranks):
-        whole = _evaluation_work(plan, rank)
-        candidates = [_rank_memory(plan, graph, model, cluster, works[rank], whole) for works in by_step]
-        found.append(max(candidates, key=total_bytes))
+        # Only the ranks that evaluate a part differ in the parts that they evaluate.
+        evaluates = -1 if plan.is_full_graph else min(rank, plan.partition.num_parts)
+        key = (evaluates, *(id(works[rank]) for works in by_step))
+        if key not in known:
+            whole = _evaluation_work(plan, rank)
+            candidates = [_rank_memory(plan, graph, model, cluster, works[rank], whole) for works in by_step]
+            known[key] = max(candidates, key=total_bytes)
+        found.append(known[key])
     return tuple(found)
 
 

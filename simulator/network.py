@@ -70,18 +70,20 @@ class _Filling:
         self.port_numbers: dict[Port, int] = {}  # in order of first use, so that ties have one order
         self.users: list[list[int]] = []
         self._left: list[float] = []
-        self._flow_ports: list[list[int]] = []
+        self._num_rising: list[int] = []
+        self._flow_ports: list[list[tuple[int, int]]] = []
         for index, flow in enumerate(flows):
             numbers = []
-            for port in flow.ports:
+            for port, load in zip(flow.ports, flow.loads, strict=True):
                 number = self.port_numbers.setdefault(port, len(self.users))
                 if number == len(self.users):
                     self.users.append([])
                     self._left.append(capacities[port])
+                    self._num_rising.append(0)
                 self.users[number].append(index)
-                numbers.append(number)
+                self._num_rising[number] += load
+                numbers.append((number, load))
             self._flow_ports.append(numbers)
-        self._num_rising = [len(users) for users in self.users]
 
     def share(self, port: int) -> float:
         """Return the rate at which a port is full if all that still rises there is equal; inf if nothing does."""
@@ -91,9 +93,9 @@ class _Filling:
         """Fix the rate of a flow, unless it has stopped before."""
         if self.rates[flow] < 0:
             self.rates[flow] = rate
-            for port in self._flow_ports[flow]:
-                self._left[port] -= rate
-                self._num_rising[port] -= 1
+            for port, load in self._flow_ports[flow]:
+                self._left[port] -= load * rate
+                self._num_rising[port] -= load
 
 
 def _check(flow: Flow, capacities: Mapping[Port, float]) -> None:
@@ -101,6 +103,8 @@ def _check(flow: Flow, capacities: Mapping[Port, float]) -> None:
         assert port in capacities, f"no capacity is stated for port {port} of {flow}"
         assert 0 < capacities[port] < inf, f"capacity of port {port} must be above 0 and finite, got {capacities[port]}"
     assert len(set(flow.ports)) == len(flow.ports), f"a flow must name each port once, got {flow}"
+    assert len(flow.loads) == len(flow.ports), f"alike must say how many flows each port carries, got {flow}"
+    assert min(flow.loads, default=1) >= 1, f"each port of a flow must carry it, got {flow}"
     assert flow.max_bytes_per_second > 0, flow
     assert flow.ports or flow.max_bytes_per_second < inf, f"nothing limits {flow}"
     assert 0 <= flow.num_bytes < inf, flow
@@ -135,11 +139,18 @@ class _Moving:
         self.end_seconds = now_seconds + self.left_bytes / rate_bytes_per_second
 
 
+def _may_change(moving: _Moving, floor: float) -> bool:
+    rate = moving.rate_bytes_per_second
+    return rate == 0 or rate >= floor  # it has none before its first solve
+
+
 class Network:
     """Ports shared by concurrent flows, max-min fairly, whose shares change when a flow starts or ends.
 
     Only flows that share ports with one that started or ended, directly or through others, are solved again, once for
-    all that happens at one instant; the end of any other flow stays the number that it was.
+    all that happens at one instant; the end of any other flow stays the number that it was. Nor are those solved that
+    are slower than every flow that ended, and than an equal share of every port of one that started: progressive
+    filling goes the same way with and without these flows until it reaches such a rate.
 
     Args:
         env: whose clock runs in seconds.
@@ -151,7 +162,9 @@ class Network:
         self._capacities = capacities
         self._num_started = 0
         self._on_port: dict[Port, dict[_Moving, None]] = {}  # dicts, since sets have no order of insertion
+        self._load_on_port: dict[Port, int] = {}  # flows, those that are alike counted each
         self._touched: dict[_Moving, None] = {}
+        self._slowest_ended = inf  # rate of the flows that ended since the last solve
         self._ends: list[tuple[float, int, _Moving]] = []  # heap; stale where the flow now ends at another instant
         self._solve_is_due = False
         self._alarm: simpy.Event | None = None
@@ -172,8 +185,9 @@ class Network:
         moving = _Moving(self._num_started, flow, transfer, self._env.now, flow.num_bytes)
         self._num_started += 1
         transfer.num_moving += 1
-        for port in flow.ports:
+        for port, load in zip(flow.ports, flow.loads, strict=True):
             self._on_port.setdefault(port, {})[moving] = None
+            self._load_on_port[port] = self._load_on_port.get(port, 0) + load
         self._touched[moving] = None
         self._solve_soon()
 
@@ -186,27 +200,44 @@ class Network:
     def _solve(self, _: simpy.Event) -> None:
         """Bring the rates of all flows that a start or an end has touched up to date."""
         self._solve_is_due = False
-        moving = self._reached()
+        moving, left = self._reached(self._floor())
         self._touched.clear()
-        for each, rate in zip(moving, _fill([each.flow for each in moving], self._capacities), strict=True):
+        self._slowest_ended = inf
+        for each, rate in zip(moving, _fill([each.flow for each in moving], left), strict=True):
             if rate != each.rate_bytes_per_second:
                 each.set_rate(rate, self._env.now)
                 heappush(self._ends, (each.end_seconds, each.sequence, each))
         self._set_alarm()
 
-    def _reached(self) -> list[_Moving]:
-        """Return the flows that share ports with touched ones, directly or through others."""
-        reached = dict(self._touched)
+    def _floor(self) -> float:
+        """Return a rate below which no flow's share has changed, less what rounding may take."""
+        floor = self._slowest_ended
+        for moving in self._touched:
+            if moving.rate_bytes_per_second == 0:
+                for port in moving.flow.ports:
+                    floor = min(floor, self._capacities[port] / self._load_on_port[port])
+        return floor * (1 - 1e-9)
+
+    def _reached(self, floor: float) -> tuple[list[_Moving], dict[Port, float]]:
+        """Return the flows that share ports with touched ones, directly or through others, and what others leave them.
+
+        Args:
+            floor: flows that are slower stay as they are.
+        """
+        reached = {each: None for each in self._touched if _may_change(each, floor)}
         pending = list(reached)
-        ports_seen: set[Port] = set()
+        left: dict[Port, float] = {}
         while pending:
             for port in pending.pop().flow.ports:
-                if port not in ports_seen:
-                    ports_seen.add(port)
-                    fresh = [each for each in self._on_port.get(port, ()) if each not in reached]
-                    reached.update(dict.fromkeys(fresh))
-                    pending += fresh
-        return list(reached)
+                if port not in left:
+                    left[port] = self._capacities[port]
+                    for each in self._on_port.get(port, ()):
+                        if not _may_change(each, floor):
+                            left[port] -= each.rate_bytes_per_second * each.flow.loads[each.flow.ports.index(port)]
+                        elif each not in reached:
+                            reached[each] = None
+                            pending.append(each)
+        return list(reached), left
 
     def _set_alarm(self) -> None:
         """Wake up at the end of the flow that ends next."""
@@ -231,10 +262,12 @@ class Network:
             self._set_alarm()
 
     def _end(self, moving: _Moving) -> None:
-        for port in moving.flow.ports:
+        for port, load in zip(moving.flow.ports, moving.flow.loads, strict=True):
             on_port = self._on_port[port]
             del on_port[moving]
+            self._load_on_port[port] -= load
             self._touched.update(on_port)
+        self._slowest_ended = min(self._slowest_ended, moving.rate_bytes_per_second)
         self._touched.pop(moving, None)
         moving.end_seconds = -inf  # leaves its other entries of the heap stale
         moving.transfer.num_moving -= 1

@@ -3,6 +3,7 @@
 import numpy as np
 
 from simulator.collectives import CollectiveCosts
+from simulator.meetings import find_meetings
 from simulator.specs.cluster import ClusterSpec
 from simulator.specs.decision import PlanFile
 from simulator.specs.graph import GraphSpec
@@ -46,12 +47,8 @@ def longest_collective_seconds(
     """
     if plan.num_ranks == 1:
         return 0.0
-    groups: dict[tuple[str, tuple[int, ...]], list[Task]] = {}
-    for tasks in lower(plan, graph, model, cluster, seed=seed).tasks:
-        for task in tasks:
-            if task.kind.is_collective:
-                groups.setdefault((task.name, task.group), []).append(task)
-    found = [tuple(tasks) for tasks in groups.values()]
+    shared = lower(plan, graph, model, cluster, seed=seed).shared
+    found = [meeting.tasks(shared) for meeting in find_meetings(shared)]
     if not plan.is_full_graph:
         found.append(_evaluation_exchange(plan, model))
     return max(_seconds_alone(costs, tasks) for tasks in found)

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field, replace
 
 from simulator.exchange_tasks import AttentionLowering, EdgeCounts, GroupWork, HostWork, Operation, same
 from simulator.gradients import ReductionSchedule, ReductionTask, reduction_schedule
+from simulator.likeness import replicas_that_stand_for_others
 from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import NUM_DEGREE_BUCKETS, EdgeBias, ModelSpec
 from simulator.specs.plan import Exchange, Plan, Recompute, SampledBatches, SampledLayer, batch_parts, seed_ranges
-from simulator.specs.program import Phase, Program, Stream, Task, TaskKind, stream_of, task_name
+from simulator.specs.program import Phase, Program, SharedTasks, Stream, Task, TaskKind, stream_of, task_name
 from simulator.specs.units import Dtype
 
 
@@ -86,18 +87,24 @@ class RankWork:
 
 
 def rank_work(plan: Plan, *, step: int, seed: int) -> tuple[RankWork, ...]:
-    """Return what each rank holds in a training step; of sampled batches, what is to be expected."""
+    """Return what each rank holds in a training step; of sampled batches, what is to be expected.
+
+    Ranks that hold the same have one and the same object.
+    """
     if plan.sampled is not None:
-        return tuple(_sampled_work(plan.sampled, end - first) for first, end in seed_ranges(plan, step=step))
-    degree = plan.graph_parallel_degree
+        seeds = [end - first for first, end in seed_ranges(plan, step=step)]
+        by_seeds = {count: _sampled_work(plan.sampled, count) for count in set(seeds)}
+        return tuple(by_seeds[count] for count in seeds)
     batches = batch_parts(plan, step=step, seed=seed)
-    groups = {batch: _group_of_batch(plan, batch) for batch in set(batches)}
-    found = []
-    for rank in range(plan.num_ranks):
-        batch = batches[rank // degree]
-        work = _work_of_rank(plan, batch, rank % degree)
-        found.append(replace(work, group=_group_work(plan, batch, rank % degree, groups[batch])))
-    return tuple(found)
+    by_batch = {batch: _works_of_batch(plan, batch) for batch in set(batches)}
+    return tuple(work for batch in batches for work in by_batch[batch])
+
+
+def _works_of_batch(plan: Plan, batch: tuple[int, ...]) -> tuple[RankWork, ...]:
+    """Return what each rank of a graph group holds of a batch."""
+    works = [_work_of_rank(plan, batch, rank) for rank in range(plan.graph_parallel_degree)]
+    group = _group_of_batch(plan, batch, works)
+    return tuple(replace(work, group=_group_work(plan, batch, rank, group, work)) for rank, work in enumerate(works))
 
 
 def _sampled_work(sampled: SampledBatches, num_seeds: int) -> RankWork:
@@ -154,7 +161,7 @@ def _work_of_rank(plan: Plan, batch: tuple[int, ...], graph_rank: int) -> RankWo
     )
 
 
-def _group_of_batch(plan: Plan, batch: tuple[int, ...]) -> GroupWork:
+def _group_of_batch(plan: Plan, batch: tuple[int, ...], works: Sequence[RankWork]) -> GroupWork:
     """Return what all ranks of a graph group have in common; the rest is that of no rank yet."""
     parts = plan.partition.parts
     owned = [owned_parts(plan, batch, rank) for rank in range(plan.graph_parallel_degree)]
@@ -163,21 +170,21 @@ def _group_of_batch(plan: Plan, batch: tuple[int, ...]) -> GroupWork:
     if plan.is_full_graph:
         edges = replace(edges, num_of_long_sources=sum(part.edges_out_of_long_sources for part in parts))
     return GroupWork(
-        rows_by_rank=tuple(sum(parts[part].num_nodes for part in own) for own in owned),
-        max_pair_rows=max(_halo_rows(plan, source=source, target=target) for source in owned for target in owned),
+        rows_by_rank=tuple(work.num_rows for work in works),
+        max_pair_rows=max(max(work.rows_from) for work in works),
         group_edges=edges,
     )
 
 
-def _group_work(plan: Plan, batch: tuple[int, ...], graph_rank: int, group: GroupWork) -> GroupWork:
+def _group_work(plan: Plan, batch: tuple[int, ...], graph_rank: int, group: GroupWork, work: RankWork) -> GroupWork:
     """Return what a rank's exchanges move and what its attention then looks at.
 
     Args:
         group: of the batch.
+        work: of the rank, the rest of which this is.
     """
     parts = plan.partition.parts
-    owned = [owned_parts(plan, batch, rank) for rank in range(plan.graph_parallel_degree)]
-    mine = owned[graph_rank]
+    mine = owned_parts(plan, batch, graph_rank)
     pairs = _joined(plan, mine, batch)
     outside = [(part, source) for part, source in pairs if source not in mine]
     outer_targets = sum(parts[part].edges_of_long_targets_from[source] for part, source in outside)
@@ -195,8 +202,8 @@ def _group_work(plan: Plan, batch: tuple[int, ...], graph_rank: int, group: Grou
     return replace(
         group,
         graph_rank=graph_rank,
-        rows_to=tuple(_halo_rows(plan, source=mine, target=other) for other in owned),
-        rows_from=tuple(_halo_rows(plan, source=other, target=mine) for other in owned),
+        rows_to=work.rows_to,
+        rows_from=work.rows_from,
         num_boundary_rows=boundary_rows,
         edges=_edge_counts(plan, inside + outside, _edges_of_long_targets(plan, batch, mine)),
         inner_edges=_edge_counts(plan, inside, sum(parts[part].inner_edges_of_long_targets for part in mine)),
@@ -332,33 +339,60 @@ def lower(
     step: int = 0,
     seed: int = 0,
     works: Sequence[RankWork] | None = None,
+    alike_ratio: float = 0.0,
 ) -> Program:
-    """Return the tasks of every rank in one training step.
+    """Return the tasks of every rank in one training step; replicas that hold the same share them.
 
     Args:
         step: which step; batches differ from step to step.
         seed: `TrainSpec.seed`, which orders the batches.
         works: what each rank holds, where that is known better than by `rank_work`: of samples that were drawn. Then
             the batch that is made in the step is of the same size.
+        alike_ratio: replicas whose counts differ by no more than this share run the tasks of the first of them.
     """
-    made = works or rank_work(plan, step=step + plan.prefetch_batches, seed=seed)
+    is_other = works is None and plan.loads_batches and plan.prefetch_batches > 0
     works = works or rank_work(plan, step=step, seed=seed)
-    on_cpu = cluster.device.kind is DeviceKind.CPU
-    return Program(
-        tasks=tuple(
-            _RankLowering(
-                plan=plan,
-                graph=graph,
-                model=model,
-                cluster=cluster,
-                work=work,
-                made_work=made_work,
-                rank=rank,
-                blocks_host=on_cpu,
-            ).tasks_of_step()
-            for rank, (work, made_work) in enumerate(zip(works, made, strict=True))
-        )
+    made = rank_work(plan, step=step + plan.prefetch_batches, seed=seed) if is_other else works
+    works, made = _of_replicas_alike(works, made, plan.graph_parallel_degree, alike_ratio)
+    number_of: dict[tuple[int, int, int], int] = {}  # by identity of what is held, and place in the graph group
+    first_ranks: list[int] = []
+    list_of_rank: list[int] = []
+    for rank, (work, made_work) in enumerate(zip(works, made, strict=True)):
+        key = (id(work), id(made_work), rank % plan.graph_parallel_degree)
+        if key not in number_of:
+            number_of[key] = len(first_ranks)
+            first_ranks.append(rank)
+        list_of_rank.append(number_of[key])
+    all_ranks = tuple(range(plan.num_ranks))
+    schedules: dict[tuple[str, ...], ReductionSchedule] = {}
+    lists = tuple(
+        _RankLowering(
+            plan=plan,
+            graph=graph,
+            model=model,
+            cluster=cluster,
+            work=works[rank],
+            made_work=made[rank],
+            rank=rank,
+            all_ranks=all_ranks,
+            schedules=schedules,
+            blocks_host=cluster.device.kind is DeviceKind.CPU,
+        ).tasks_of_step()
+        for rank in first_ranks
     )
+    shifts = tuple(rank - first_ranks[number] for rank, number in enumerate(list_of_rank))
+    return Program(tasks=SharedTasks(lists=lists, list_of_rank=tuple(list_of_rank), shift_of_rank=shifts))
+
+
+def _of_replicas_alike(
+    works: Sequence[RankWork], made: Sequence[RankWork], degree: int, ratio: float
+) -> tuple[Sequence[RankWork], Sequence[RankWork]]:
+    """Return what each rank holds and makes, in replicas that are like another what that one's do."""
+    first_ranks = range(0, len(works), degree)
+    held = [(works[first : first + degree], made[first : first + degree]) for first in first_ranks]
+    firsts = replicas_that_stand_for_others(held, ratio)
+    ranks = [degree * first + rank for first in firsts for rank in range(degree)]
+    return [works[rank] for rank in ranks], [made[rank] for rank in ranks]
 
 
 def batch_task_shape(plan: Plan, graph: GraphSpec, model: ModelSpec, work: RankWork) -> tuple[int, ...]:
@@ -382,12 +416,18 @@ class _RankLowering:
     work: RankWork
     made_work: RankWork
     rank: int
+    all_ranks: tuple[int, ...]
+    schedules: dict[tuple[str, ...], ReductionSchedule]  # of all ranks so far, by operations
     blocks_host: bool
     tasks: list[Task] = field(default_factory=list)
     _reductions: ReductionSchedule = field(init=False)
     _previous: int | None = None  # the latest task that is no reduction beside the others
     _beside: dict[str, int] = field(default_factory=dict)  # those reductions, by name
     _in_flight: list[int] = field(default_factory=list)  # collectives that no later task has waited for yet
+    _graph_group: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._graph_group = self.plan.graph_group(self.rank)
 
     def tasks_of_step(self) -> tuple[Task, ...]:
         """Return batch, forward, backward and update of this rank."""
@@ -395,7 +435,7 @@ class _RankLowering:
         layers = [self._layer(index) for index in range(self.model.num_layers)]
         operations = [*self._input(), *(operation for layer in layers for operation in layer), *self._head()]
         names = [operation.name for operation in operations if operation.backward_kind is not None]
-        self._reductions = gradient_reductions(self.plan, self.graph, self.model, names)
+        self._reductions = self._schedule(tuple(names))
         for operation in operations:
             self._add_forward(operation, Phase.FORWARD)
         self._add_reductions(self._reductions.before_backward())
@@ -414,6 +454,12 @@ class _RankLowering:
             self._add_backward(operation)
         self._add_update()
         return tuple(self.tasks)
+
+    def _schedule(self, operations: tuple[str, ...]) -> ReductionSchedule:
+        """Return a fresh schedule of reductions; ranks with the same operations have the same."""
+        if operations not in self.schedules:
+            self.schedules[operations] = gradient_reductions(self.plan, self.graph, self.model, operations)
+        return replace(self.schedules[operations])
 
     def _add_batch(self) -> None:
         """Add the task that makes a batch: of this step, or of a later one, which nothing here waits for."""
@@ -557,7 +603,7 @@ class _RankLowering:
         group: tuple[int, ...] = ()
         if kind.is_collective:
             is_of_all = phase is Phase.UPDATE
-            group = tuple(range(self.plan.num_ranks)) if is_of_all else ranks or self.plan.graph_group(self.rank)
+            group = self.all_ranks if is_of_all else ranks or self._graph_group
         beyond_cache_ratio = None
         if kind is TaskKind.ATTENTION:
             beyond_cache_ratio = beyond_cache_ratio_of(self.plan, shape, self.cluster)

@@ -11,7 +11,7 @@ import math
 import operator
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import StrEnum
 from functools import cache, partial
 from typing import Any, TypeVar
@@ -104,7 +104,7 @@ def _reader(hint: Any, units: bool) -> Convert:
     if isinstance(hint, type) and issubclass(hint, StrEnum):
         return partial(_read_choice, hint)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is tuple and arguments[-1] is Ellipsis:
+    if origin is Sequence or (origin is tuple and arguments[-1] is Ellipsis):
         return partial(_read_list, _reader(arguments[0], units))
     if origin is tuple:
         return partial(_read_entries, [_reader(argument, units) for argument in arguments])
@@ -324,7 +324,7 @@ def _writer(hint: Any, units: bool) -> Convert:
     if isinstance(hint, type) and issubclass(hint, StrEnum):
         return str
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is tuple and arguments[-1] is Ellipsis:
+    if origin is Sequence or (origin is tuple and arguments[-1] is Ellipsis):
         write = _writer(arguments[0], units)
         return lambda items: [write(item) for item in items]
     if origin is tuple:

@@ -26,11 +26,19 @@ class Flow:
         num_bytes: through each of the ports.
         ports: that the flow needs at the same time.
         max_bytes_per_second: rate that it cannot exceed even alone.
+        alike: how many flows like this one, itself included, go through each of the ports side by side; one each if
+            empty.
     """
 
     num_bytes: float
     ports: tuple[Port, ...]
     max_bytes_per_second: float
+    alike: tuple[int, ...] = ()
+
+    @property
+    def loads(self) -> tuple[int, ...]:
+        """How many flows like this one each port carries."""
+        return self.alike or (1,) * len(self.ports)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

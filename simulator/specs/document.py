@@ -8,7 +8,7 @@ from simulator.errors import SpecError
 from simulator.specs.convert import shown, to_plain
 
 # What each JSON file is called, the version of its layout, and the command that writes it.
-SCHEMA_VERSIONS = {"plan": 4, "calibration": 3, "trace": 3, "fanout": 1, "checkpoint": 1}
+SCHEMA_VERSIONS = {"plan": 4, "calibration": 3, "trace": 4, "fanout": 1, "checkpoint": 1}
 _COMMANDS = {
     "plan": "graphpilot plan",
     "calibration": "graphpilot calibrate",

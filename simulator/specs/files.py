@@ -85,13 +85,14 @@ Programs write JSON in base units. `plan.json` (a `PlanFile`), `calibration.json
       "content": {"graph": {"source": {"path": "/data/cora.npz", ...}, "num_nodes": 2708, ...}, "plan": {...}, ...}
     }
 
-Traces are Chrome trace JSON (`chrome.py`), one event a line:
+Traces are Chrome trace JSON (`chrome.py`), one event a line; a group is runs of ranks, `[[0, 7]]` for 0 to 7. Where
+ranks are alike the header numbers each rank's list of spans (`list_of_rank`, `shift_of_rank`), written for its first:
 
     {
     "displayTimeUnit": "ms",
     "graphpilot": {
       "format": "graphpilot trace",
-      "schema_version": 3,
+      "schema_version": 4,
       "traces": [{"name": "measured", "first_pid": 0, "origin": "measured", "num_ranks": 2, "step_seconds": [...], ...}]
     },
     "traceEvents": [

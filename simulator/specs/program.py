@@ -5,8 +5,10 @@ The simulator prices these tasks and the executor runs them under the same names
 conformance tests hold the two together.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import overload
 
 from simulator.specs.units import Dtype
 
@@ -197,13 +199,95 @@ def task_name(base: str, phase: Phase) -> str:
     return base if phase in (Phase.FORWARD, Phase.UPDATE) else f"{base}.{phase}"
 
 
+def shifted_group(group: tuple[int, ...], shift: int, num_ranks: int) -> tuple[int, ...]:
+    """Return the group of a rank that is so many ranks behind one with equal tasks; that of all ranks stays."""
+    return group if shift == 0 or len(group) == num_ranks else tuple(rank + shift for rank in group)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SharedTasks(Sequence[tuple[Task, ...]]):
+    """The tasks of many ranks, each list of equal ones held once; a rank's own are made when they are asked for.
+
+    Replicas of data parallelism run equal tasks: those of a rank are those of a list, with every group moved by the
+    rank's shift, but for that of all ranks.
+
+    Attributes:
+        lists: the different ones.
+        list_of_rank: index of each rank's list.
+        shift_of_rank: what is added to the ranks of its groups.
+    """
+
+    lists: tuple[tuple[Task, ...], ...]
+    list_of_rank: tuple[int, ...]
+    shift_of_rank: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.list_of_rank)
+
+    @overload
+    def __getitem__(self, rank: int) -> tuple[Task, ...]: ...
+
+    @overload
+    def __getitem__(self, rank: slice) -> tuple[tuple[Task, ...], ...]: ...
+
+    def __getitem__(self, rank: int | slice) -> tuple[Task, ...] | tuple[tuple[Task, ...], ...]:
+        if isinstance(rank, slice):
+            return tuple(self[each] for each in range(*rank.indices(len(self))))
+        tasks, shift = self.lists[self.list_of_rank[rank]], self.shift_of_rank[rank]
+        if shift == 0:
+            return tasks
+        return tuple(self.moved(task, shift) if task.group else task for task in tasks)
+
+    def __iter__(self) -> Iterator[tuple[Task, ...]]:
+        return (self[rank] for rank in range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return len(self) == len(other) and all(mine == theirs for mine, theirs in zip(self, other, strict=True))
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def moved(self, task: Task, shift: int) -> Task:
+        """Return a list's task for a rank with a shift."""
+        group = shifted_group(task.group, shift, len(self))
+        return task if group is task.group else replace(task, group=group)
+
+    @property
+    def num_tasks(self) -> int:
+        """Tasks of all ranks."""
+        sizes = [len(tasks) for tasks in self.lists]
+        return sum(sizes[number] for number in self.list_of_rank)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
     """The tasks of one step, a tuple for each rank."""
 
-    tasks: tuple[tuple[Task, ...], ...]
+    tasks: Sequence[tuple[Task, ...]]
 
     @property
     def num_ranks(self) -> int:
         """Ranks that take part."""
         return len(self.tasks)
+
+    @property
+    def num_tasks(self) -> int:
+        """Tasks of all ranks."""
+        return self.shared.num_tasks
+
+    @property
+    def shared(self) -> SharedTasks:
+        """The same tasks with equal lists told; of tasks that are not shared, those that are one and the same tuple."""
+        if isinstance(self.tasks, SharedTasks):
+            return self.tasks
+        number: dict[int, int] = {}
+        for tasks in self.tasks:
+            number.setdefault(id(tasks), len(number))
+        lists = {id(tasks): tasks for tasks in self.tasks}
+        return SharedTasks(
+            lists=tuple(lists[key] for key in number),
+            list_of_rank=tuple(number[id(tasks)] for tasks in self.tasks),
+            shift_of_rank=(0,) * len(self.tasks),
+        )

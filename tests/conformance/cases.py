@@ -377,7 +377,7 @@ class Prepared:
     plan: Plan
     inputs: Inputs
 
-    def lowered(self) -> tuple[tuple[Task, ...], ...]:
+    def lowered(self) -> Sequence[tuple[Task, ...]]:
         """Return the tasks of each rank in the step that is looked at."""
         cluster, step, seed = cluster_of(self.kind), self.case.step, TRAIN.seed
         works = (

@@ -156,6 +156,27 @@ def test_errors_of_a_prediction_are_told_a_row_a_kind_and_phase(command, planned
     assert all(len(line) <= 80 for line in done.out.splitlines() if "%." not in line)
 
 
+def test_case_p4_a_simulation_says_how_many_tasks_a_second_it_does(command, planned):
+    arguments = ("simulate", "plan.json", "--calibration", "calibration.json")
+    done = command(*arguments)
+    assert re.search(r"^[\d,]+ tasks of 1 ranks x 20 trials in .*s: [\d,]+ tasks per second$", done.out, re.MULTILINE)
+    told = json.loads(command(*arguments, "--json").out)
+    assert told["num_spans"] == len(read_trace(planned / "predicted.json").spans)
+    assert told["tasks_per_second"] == pytest.approx(20 * told["num_spans"] / told["simulation_seconds"])
+
+
+def test_cases_p2_and_p9_a_simulation_tells_compute_from_communication_and_who_is_idle(command, planned):
+    told = json.loads(command("simulate", "plan.json", "--calibration", "calibration.json", "--json").out)
+    mean = told["mean_rank"]
+    assert set(mean) == {f"{name}_seconds" for name in ("compute", "communication", "waiting", "idle", "batch")}
+    assert sum(mean.values()) == pytest.approx(read_trace(planned / "predicted.json").traced_step_seconds[0], rel=0.05)
+    plan = read_plan(planned / "plan.json")
+    assert told["num_idle_devices"] == plan.cluster.num_devices - plan.plan.num_ranks
+    done = command("simulate", "plan.json", "--calibration", "calibration.json")
+    assert "mean rank: compute " in done.out
+    assert ("devices of the cluster are idle" in done.out) is (told["num_idle_devices"] > 0)
+
+
 @pytest.mark.parametrize(
     ("val", "test", "words"),
     [

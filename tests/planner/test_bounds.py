@@ -91,6 +91,14 @@ def test_the_bound_is_that_of_the_busiest_rank():
     assert bound_of(plan, made_model(), costs) == pytest.approx(computing[0])
 
 
+def test_replicas_bound_a_step_as_one_rank_after_another_does():
+    plan = made_plan(equal_parts(2, num_nodes=400, num_edges=4000, halo_rows=20), data_parallel_degree=3)
+    costs = PRICES[DeviceKind.CPU]
+    program = lower(plan, graph_of(plan.partition), made_model(), costs.cluster)
+    alone = dataclasses.replace(program, tasks=tuple(program.tasks))
+    assert lower_bound_seconds(costs, program) == lower_bound_seconds(costs, alone) > 0
+
+
 def test_where_latency_rules_the_bound_is_that_of_the_collectives():
     slow = made_calibration(collective_seconds=lambda *_: 1.0)
     costs = pricing(CLUSTERS[DeviceKind.CPU], slow)

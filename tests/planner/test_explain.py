@@ -4,14 +4,24 @@ from pathlib import Path
 import pytest
 
 from planner.explain import Breakdown, breakdown, description, order_reason, reason_lost
+from simulator.simulation import pricing, simulate_with
 from simulator.specs.decision import PlanFile
 from simulator.specs.order import NodeOrder, OrderSpec, RankedOrder
 from simulator.specs.plan import Exchange, ExchangePayload, Recompute
 from simulator.specs.program import Phase, Stream, TaskKind
-from simulator.specs.trace import Span, Trace, TraceOrigin
+from simulator.specs.trace import SharedSpans, Span, Trace, TraceOrigin
 from simulator.specs.train import TrainSpec
 from simulator.specs.units import Dtype
-from tests.made import equal_parts, graph_of, made_cluster, made_model, made_plan, made_sampled, made_sampled_plan
+from tests.made import (
+    equal_parts,
+    graph_of,
+    made_calibration,
+    made_cluster,
+    made_model,
+    made_plan,
+    made_sampled,
+    made_sampled_plan,
+)
 from tests.plans import plan_file_of
 
 
@@ -138,6 +148,16 @@ def test_a_batch_takes_the_time_in_which_the_device_runs_nothing(start, seconds,
     assert breakdown(plan, trace) == Breakdown(
         compute_seconds=3.0, communication_seconds=0.0, waiting_seconds=0.0, idle_seconds=0.0, batch_seconds=alone
     )
+
+
+def test_a_breakdown_counts_ranks_that_are_alike_each():
+    plan = made_plan(equal_parts(2, num_nodes=4000, num_edges=32_000, halo_rows=500), data_parallel_degree=3)
+    costs = pricing(made_cluster(devices_per_host=6), made_calibration())
+    shared = simulate_with(costs, plan, graph_of(plan.partition), made_model())
+    assert isinstance(shared.spans, SharedSpans)
+    found = breakdown(plan, shared)
+    expected = breakdown(plan, dataclasses.replace(shared, spans=tuple(shared.spans)))
+    assert dataclasses.astuple(found) == pytest.approx(dataclasses.astuple(expected))
 
 
 def test_a_breakdown_leaves_out_what_is_hidden_behind_computing():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from simulator.compare import Rest, as_json, as_table, compare, diagnosis
 from simulator.errors import SpecError
 from simulator.specs.program import COLLECTIVES, Phase, Stream, TaskKind
-from simulator.specs.trace import Span, Trace, TraceOrigin
+from simulator.specs.trace import SharedSpans, Span, Trace, TraceOrigin
 
 
 def span(rank, name, kind, start, duration, *, phase=Phase.FORWARD, stream=Stream.COMPUTE, waiting=0.0, step=0):
@@ -126,6 +126,22 @@ def test_counts_are_of_a_rank_in_a_step():
 def test_component_error_is_weighted_by_measured_time():
     # Errors 0.5, 1.5 and 0 s over 2.5 + 3 + 1 s.
     assert compare(PREDICTED, MEASURED).component_error_ratio == pytest.approx(2 / 6.5)
+
+
+def test_ranks_that_are_alike_count_each():
+    # Ranks 0, 2 and 3 did what rank 0 of MEASURED did, rank 1 what its rank 1 did.
+    lists = tuple(tuple(s for s in MEASURED.spans if s.rank == rank) for rank in (0, 1))
+    shared = replace(
+        MEASURED,
+        num_ranks=4,
+        peak_memory_bytes=(0,) * 4,
+        spans=SharedSpans(lists=lists, list_of_rank=(0, 1, 0, 0), shift_of_rank=(0, 0, 2, 3)),
+    )
+    expanded = replace(shared, spans=tuple(shared.spans))
+    for predicted in (shared, expanded):
+        found = compare(predicted, expanded)
+        assert found == compare(expanded, expanded)
+        assert row(found, TaskKind.LINEAR, Phase.FORWARD).predicted_seconds == (2 + 3 + 2 + 2) / 4
 
 
 def test_errors_that_cancel_are_reported_though_the_step_is_exact():

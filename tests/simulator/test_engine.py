@@ -33,7 +33,7 @@ class Priced:
     collectives: Mapping[str, CollectiveCost]
     capacities: Mapping[Port, float]
 
-    def run(self) -> tuple[Span, ...]:
+    def run(self) -> Sequence[Span]:
         return run_program(
             self.program,
             compute_cost=lambda rank, task: self.computes[rank, task.name],

@@ -5,13 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import simulator.memory as memory_module
 from simulator.memory import RankMemory, misfit, peak_memory, total_bytes
 from simulator.specs.cluster import DeviceKind
 from simulator.specs.gradients import CompressionKind, GradientCompression
 from simulator.specs.model import EdgeBias, ModelSpec
 from simulator.specs.plan import Exchange, ExchangePayload, PartitionSpec, Plan, Recompute
 from simulator.specs.units import GIB, Dtype
-from simulator.workload import num_parameters
+from simulator.workload import num_parameters, rank_work
 from tests.made import (
     equal_parts,
     graph_of,
@@ -67,6 +68,22 @@ def test_categories_of_every_rank_add_up():
     # A full graph is evaluated in less memory than it is trained in.
     assert all(num_bytes > 0 for rank in found for name, num_bytes in rank if name != "evaluation")
     assert {dict(rank)["evaluation"] for rank in found} == {0}
+
+
+@pytest.mark.parametrize("parts_per_batch", [3, 1])
+def test_ranks_that_hold_the_same_are_looked_at_once_and_nothing_else_changes(monkeypatch, parts_per_batch):
+    parts = [made_part(100 * (1 + i), [60 * (1 + i)] * 3, [7 * (i != j) for j in range(3)]) for i in range(3)]
+    fields = {"graph_parallel_degree": parts_per_batch, "parts_per_batch": parts_per_batch}
+    plan = made_plan(made_partition(parts), data_parallel_degree=5, **fields)
+    shared = memory_of(plan)
+    # Copies are equal and not the same, so that each rank is looked at.
+    monkeypatch.setattr(
+        memory_module,
+        "rank_work",
+        lambda *args, **rest: [dataclasses.replace(work) for work in rank_work(*args, **rest)],
+    )
+    assert memory_of(plan) == shared
+    assert len({tuple(each.values()) for each in shared}) >= 3
 
 
 def test_parameters_gradients_and_optimizer_by_hand():

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,48 @@ def test_the_narrowest_port_is_filled_first_by_hand():
     assert rates == [1.0, 1.0, 4.0]
 
 
+def brute_force_rates(flows: Sequence[Flow], capacities: Mapping[Port, float]) -> list[float]:
+    """Return max-min fair rates by raising all flows that still rise, step by step, to the next limit of any."""
+    rates, rising = [0.0] * len(flows), set(range(len(flows)))
+    while rising:
+        rooms = [flows[index].max_bytes_per_second - rates[index] for index in rising]
+        tight: dict[Port, float] = {}
+        for port, capacity in capacities.items():
+            used = sum(load_on(each, port) * rate for each, rate in zip(flows, rates, strict=True))
+            if load := sum(load_on(flows[index], port) for index in rising):
+                tight[port] = (capacity - used) / load
+        step = min([*rooms, *tight.values()])
+        full = {port for port, room in tight.items() if room <= step * (1 + 1e-12)}
+        for index in sorted(rising):
+            rates[index] += step
+            if full.intersection(flows[index].ports) or flows[index].max_bytes_per_second <= rates[index] * (1 + 1e-12):
+                rising.remove(index)
+    return rates
+
+
+def load_on(each: Flow, port: Port) -> int:
+    return dict(zip(each.ports, each.loads, strict=True)).get(port, 0)
+
+
+@given(flows_and_capacities(max_flows=20), st.lists(st.integers(1, 4), min_size=20, max_size=20))
+def test_rates_equal_those_of_a_brute_force_solver(case, alike):
+    plain, capacities = case
+    flows = [replace(each, alike=(n,) * len(each.ports)) for each, n in zip(plain, alike, strict=False)]
+    for found in (plain, flows):
+        expected = brute_force_rates(found, capacities)
+        assert max_min_rates(found, capacities) == pytest.approx(expected, rel=1e-9)
+
+
+@given(flows_and_capacities(max_flows=6), st.lists(st.integers(1, 3), min_size=6, max_size=6))
+def test_a_flow_that_stands_for_some_gets_what_each_of_them_would(case, alike):
+    plain, capacities = case
+    folded = [replace(each, alike=(n,) * len(each.ports)) for each, n in zip(plain, alike, strict=False)]
+    rates = max_min_rates(folded, capacities)
+    each_of_all = [(each, rate) for each, rate, n in zip(plain, rates, alike, strict=False) for _ in range(n)]
+    expected = max_min_rates([each for each, _ in each_of_all], capacities)
+    assert [rate for _, rate in each_of_all] == pytest.approx(expected, rel=1e-9)
+
+
 @given(flows_and_capacities(max_flows=20))
 def test_no_port_and_no_flow_exceeds_its_limit(case):
     flows, capacities = case
@@ -131,6 +174,8 @@ def test_rates_do_not_depend_on_the_order_of_flows(case, random):
         (flow(A, cap=0.0), "max_bytes_per_second"),
         (flow(cap=float("inf")), "nothing limits"),
         (flow(A, num_bytes=-1.0), "num_bytes"),
+        (replace(flow(A), alike=(1, 1)), "alike must say"),
+        (replace(flow(A), alike=(0,)), "must carry it"),
     ],
 )
 def test_a_flow_that_cannot_be_is_our_own_mistake(wrong, message):
@@ -163,13 +208,13 @@ def ends(transfers: Sequence[tuple[float, Sequence[Flow]]], capacities: Mapping[
 
 
 def fluid_ends(transfers: Sequence[tuple[float, Sequence[Flow]]], capacities: Mapping[Port, float]) -> list[float]:
-    """Return what `ends` should, by solving all flows again at every start and end, in steps of the clock."""
+    """Return what `ends` should, by brute force for all flows at every start and end, in steps of the clock."""
     waiting = sorted((start, index) for index, (start, _) in enumerate(transfers))
     left: list[list[Any]] = []  # bytes, flow, transfer
     found = [start for start, _ in transfers]
     now = 0.0
     while waiting or left:
-        rates = max_min_rates([each for _, each, _ in left], capacities)
+        rates = brute_force_rates([each for _, each, _ in left], capacities)
         until_end = [entry[0] / rate for entry, rate in zip(left, rates, strict=True)]
         step = min([*until_end, *(start - now for start, _ in waiting[:1])])
         now += step
@@ -259,6 +304,16 @@ def test_flows_that_share_nothing_with_a_change_are_not_solved_again(num_flows_s
     transfers = [(0.0, [flow(A, num_bytes=9.0), flow(A, num_bytes=9.0)]), (1.0, [flow(B)]), (2.0, [flow(B, C)])]
     ends(transfers, {A: 1.0, B: 1.0, C: 1.0})
     assert num_flows_solved == [2, 1, 1]
+
+
+def test_flows_slower_than_all_that_changes_are_not_solved_again(num_flows_solved):
+    # A is full at 0.5 each. On B a flow comes, and an equal share of 3 a second is more than the second flow of A has;
+    # when it ends, so is its rate.
+    slow = [flow(A, num_bytes=50.0), flow(A, B, num_bytes=50.0)]
+    transfers = [(0.0, [*slow, flow(B, num_bytes=500.0)]), (1.0, [flow(B, num_bytes=8.5)])]
+    assert ends(transfers, {A: 1.0, B: 9.0}) == pytest.approx([100.0, 3.0])
+    # Nobody is solved again when the third flow ends after 1 s at 8.5, 2 s at 4.25 and 56.8 s at 8.5.
+    assert num_flows_solved == [3, 2, 1, 0]
 
 
 def test_flows_of_64_ranks_with_distinct_sizes_are_solved_once_for_each_end(num_flows_solved):

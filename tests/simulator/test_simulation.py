@@ -5,16 +5,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from simulator.engine import play
 from simulator.errors import CalibrationError, PlanError
 from simulator.memory import peak_memory, total_bytes
-from simulator.simulation import pricing, simulate, simulate_with
+from simulator.simulation import fold_priced, pricing, simulate, simulate_with
 from simulator.specs.calibration import Calibration
 from simulator.specs.cluster import ClusterSpec, DeviceKind, LinkSpec
 from simulator.specs.gradients import CompressionKind, GradientCompression
 from simulator.specs.model import EdgeBias
 from simulator.specs.plan import Exchange, Plan, Recompute, StepMode
-from simulator.specs.program import Phase, Stream, TaskKind
-from simulator.specs.trace import Trace, TraceOrigin
+from simulator.specs.program import Phase, Program, Stream, TaskKind
+from simulator.specs.trace import Trace, TraceOrigin, counted_ranks
 from simulator.specs.units import GB, Dtype
 from simulator.workload import lower
 from tests.made import (
@@ -44,7 +45,7 @@ def trace_of(
     calibration: Calibration | None = None,
     model: dict[str, Any] | None = None,
     graph: dict[str, Any] | None = None,
-    **settings_of_simulation: int,
+    **settings_of_simulation: Any,
 ) -> Trace:
     """Return a simulated step on made specs, of which some fields are others."""
     return simulate(
@@ -149,6 +150,91 @@ def test_the_fuller_rank_is_waited_for():
     assert waiting[1] - waiting[0] == pytest.approx(computing[0] - computing[1])
     ends = [max(span.end_seconds for span in trace.spans if span.rank == rank) for rank in range(2)]
     assert ends[0] == pytest.approx(ends[1])
+
+
+# --- Replicas, which are folded. (Those of a full graph are no plan that one would run, and none that is refused here.)
+
+
+def unfolded_seconds(plan: Plan, cluster: ClusterSpec, *, num_steps: int) -> tuple[float, dict[tuple[int, str], float]]:
+    """Return when a step ends, and each of its tasks, if every rank is played for itself."""
+    costs = pricing(cluster, made_calibration(host_seconds=1e-5))
+    program = lower(plan, graph_of(plan.partition), made_model(), cluster)
+    played = play(fold_priced(costs, plan, Program(tasks=tuple(program.tasks))), num_steps=num_steps)
+    last = num_steps - 1
+    origin = played.start_seconds(last) if last else 0.0
+    spans = played.spans(last, origin_seconds=origin)
+    before = played.end_seconds(last - 1) if last else 0.0
+    return played.end_seconds(last) - before, {(span.rank, span.name): span.end_seconds for span in spans}
+
+
+UNEVEN = made_partition(
+    [
+        made_part(3000, [20_000, 100, 40], [0, 100, 20]),
+        made_part(1000, [100, 2000, 0], [90, 0, 0]),
+        made_part(2000, [10, 0, 9000], [10, 0, 0]),
+    ]
+)
+
+
+@pytest.mark.parametrize(
+    ("plan", "num_classes"),
+    [
+        (made_plan(UNEVEN, data_parallel_degree=4), 3),
+        (made_plan(UNEVEN, data_parallel_degree=4, overlap_gradients=True, gradient_bucket_bytes=4096), 3),
+        (made_plan(UNEVEN, data_parallel_degree=4, exchange=(Exchange.ALL_GATHER, Exchange.HEAD_ALL_TO_ALL)), 3),
+        (made_plan(UNEVEN, data_parallel_degree=3, overlap_exchange=True, gradient_bucket_bytes=4096), 3),
+        # Of ten batches of one part, the last two of an epoch's second step are empty, and so are those replicas.
+        (made_plan(UNEVEN, data_parallel_degree=5, graph_parallel_degree=1), 4),
+        (
+            made_sampled_plan(
+                equal_parts(1, num_nodes=4000, num_edges=40_000),
+                made_sampled((300, 150, 900), (150, 40, 400), seeds_per_batch=40),
+                data_parallel_degree=7,
+            ),
+            2,
+        ),
+    ],
+)
+@pytest.mark.parametrize("kind", DeviceKind)
+@pytest.mark.parametrize("devices_per_host", [2, 3, 16])
+def test_replicas_that_are_alike_are_played_once_and_nothing_else_changes(plan, num_classes, kind, devices_per_host):
+    cluster = made_cluster(num_hosts=8, devices_per_host=devices_per_host, kind=kind)
+    costs = pricing(cluster, made_calibration(host_seconds=1e-5))
+    trace = simulate_with(costs, plan, graph_of(plan.partition), made_model())
+    expected, ends = unfolded_seconds(plan, cluster, num_steps=3 if kind is DeviceKind.CUDA else 1)
+    assert trace.median_step_seconds == pytest.approx(expected, rel=1e-12)
+    assert {(span.rank, span.name): span.end_seconds for span in trace.spans} == pytest.approx(ends, rel=1e-9)
+    # Hosts that are not whole replicas tell some of them apart by what their network cards carry.
+    if plan.num_ranks <= devices_per_host:
+        assert len(counted_ranks(trace)) == num_classes
+    assert len(counted_ranks(trace)) <= plan.num_ranks
+    assert len(trace.spans) == lower(plan, graph_of(plan.partition), made_model(), cluster).num_tasks
+
+
+def test_a_step_of_a_thousand_ranks_is_predicted_as_that_of_eight_is():
+    plan = made_plan(UNEVEN, data_parallel_degree=1)
+    few, many = (
+        simulate_with(
+            pricing(made_cluster(num_hosts=512, devices_per_host=3, kind=DeviceKind.CUDA), made_calibration()),
+            dataclasses.replace(plan, data_parallel_degree=replicas),
+            graph_of(UNEVEN),
+            made_model(),
+        )
+        for replicas in (2, 342)
+    )
+    assert many.num_ranks == 1026
+    assert len(counted_ranks(many)) == 3
+    assert len(many.spans) == 171 * len(few.spans)
+    # The ring of the gradients is longer, and that is all.
+    assert few.median_step_seconds < many.median_step_seconds < 1.1 * few.median_step_seconds
+
+
+def test_case_p3_trials_say_how_far_they_are_and_when_all_will_be_done(monkeypatch):
+    monkeypatch.setattr("simulator.simulation._PROGRESS_SECONDS", 0.0)
+    told: list[str] = []
+    trace_of(TWO, trials=4, on_progress=told.append)
+    assert [text.split(",")[0] for text in told][-1] == "trial 3 of 4 done"
+    assert all(text.endswith(" s left") for text in told)
 
 
 # --- Repeatability and the interval.

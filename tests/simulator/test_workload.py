@@ -1,7 +1,7 @@
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -44,7 +44,7 @@ CPU, GPU = (made_cluster(num_hosts=8, devices_per_host=8, kind=kind) for kind in
 
 def tasks_of(
     plan: Plan, model: ModelSpec, graph: GraphSpec | None = None, *, step: int = 0, seed: int = 0
-) -> tuple[tuple[Task, ...], ...]:
+) -> Sequence[tuple[Task, ...]]:
     return lower(plan, graph or graph_of(plan.partition), model, CPU, step=step, seed=seed).tasks
 
 
@@ -52,7 +52,7 @@ def flops_of(tasks: Iterable[Task]) -> float:
     return sum(task_flops(task.kind, task.phase, task.shape) for task in tasks if not task.kind.is_collective)
 
 
-def flatten(tasks: tuple[tuple[Task, ...], ...]) -> list[Task]:
+def flatten(tasks: Sequence[tuple[Task, ...]]) -> list[Task]:
     return [task for rank in tasks for task in rank]
 
 
@@ -77,6 +77,37 @@ def full_graph_plans(draw: st.DrawFn) -> tuple[Plan, ModelSpec]:
         recompute=tuple(draw(st.sampled_from(Recompute)) for _ in range(layers)),
         precision=draw(st.sampled_from(Dtype)),
     ), model
+
+
+# --- Replicas.
+
+
+@given(plans_and_models(), st.integers(0, 3))
+def test_ranks_that_hold_the_same_share_the_tasks_that_each_would_have_alone(drawn, step):
+    plan, model = drawn
+    works = rank_work(plan, step=step, seed=0)
+    made = rank_work(plan, step=step + plan.prefetch_batches, seed=0)
+    assert works == tuple(dataclasses.replace(work) for work in works)
+    shared = lower(plan, graph_of(plan.partition), model, CPU, step=step)
+    assert len(shared.shared.lists) <= plan.num_ranks
+    if made == works:
+        # Copies are equal and not the same, so that nothing is shared.
+        copies = [dataclasses.replace(work) for work in works]
+        alone = lower(plan, graph_of(plan.partition), model, CPU, step=step, works=copies)
+        assert len(alone.shared.lists) == plan.num_ranks
+        assert alone == shared
+
+
+def test_replicas_of_the_full_graph_hold_one_list_a_part():
+    plan = made_plan(equal_parts(3, num_nodes=90, num_edges=900, halo_rows=5), data_parallel_degree=4)
+    program = lower(plan, graph_of(plan.partition), made_model(), CPU)
+    assert (len(program.shared.lists), program.num_ranks) == (3, 12)
+    exchange = [next(task for task in tasks if task.kind is TaskKind.ALL_TO_ALL) for tasks in program.tasks]
+    assert [task.group for task in exchange] == [
+        tuple(range(first, first + 3)) for first in (0, 3, 6, 9) for _ in range(3)
+    ]
+    reductions = {task.group for tasks in program.tasks for task in tasks if task.kind is TaskKind.ALL_REDUCE}
+    assert reductions == {tuple(range(12))}
 
 
 # --- Work.

@@ -6,7 +6,7 @@ from hypothesis import given
 from simulator.errors import SpecError
 from simulator.specs.chrome import chrome_events, chrome_headers, traces_from_chrome
 from simulator.specs.program import Phase, Stream, TaskKind
-from simulator.specs.trace import Span, Trace, TraceOrigin
+from simulator.specs.trace import SharedSpans, Span, Trace, TraceOrigin
 from tests.strategies import traces
 
 SPAN = Span(
@@ -107,6 +107,65 @@ def test_traces_come_back_equal(first, second):
         event for header in headers for event in chrome_events(named[header["name"]], pid_offset=header["first_pid"])
     ]
     assert traces_from_chrome(headers, events, where="t.json") == named
+
+
+SHARED = replace(
+    TRACE,
+    num_ranks=4,
+    peak_memory_bytes=(0,) * 4,
+    spans=SharedSpans(
+        lists=((replace(SPAN, rank=0, group=(0, 1)),), (replace(SPAN, group=(0, 1)),)),
+        list_of_rank=(0, 1, 0, 1),
+        shift_of_rank=(0, 0, 2, 2),
+    ),
+    traced_step_seconds=(30e-6,),
+)
+
+
+def test_of_ranks_that_are_alike_the_first_is_written_and_all_come_back():
+    headers, events = chrome_headers({"simulated": SHARED}), chrome_events(SHARED)
+    assert [event["pid"] for event in complete(events)] == [0, 1]
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert names == ["rank 0 and 1 alike", "rank 1 and 1 alike"]
+    back = traces_from_chrome(headers, events, where="t.json")["simulated"]
+    assert back == SHARED
+    assert [(span.rank, span.group) for span in back.spans] == [(0, (0, 1)), (1, (0, 1)), (2, (2, 3)), (3, (2, 3))]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"list_of_rank": [0, 1]}, "t.json: traces[0]: list_of_rank must be 4 whole numbers, got a list"),
+        ({"shift_of_rank": None}, "t.json: traces[0]: shift_of_rank must be 4 whole numbers, got None"),
+        (
+            {"list_of_rank": [1, 0, 0, 0]},
+            "t.json: traces[0]: list_of_rank must number lists in order of their first ranks, got a list",
+        ),
+        (
+            {"list_of_rank": [0, 0, 1, 2]},
+            "t.json: layer0.exchange must be of rank 0, which the header says is alike, got 1",
+        ),
+    ],
+)
+def test_a_header_that_is_wrong_about_who_is_alike_is_refused(change, message):
+    header = chrome_headers({"simulated": SHARED})[0]
+    assert refusal([{**header, **change}], chrome_events(SHARED)) == message
+
+
+@pytest.mark.parametrize("group", [3, [0, 1], [[0]], [[1, 0]], [[0, 2**40]], [[-1, 3]]])
+def test_a_group_that_is_no_runs_of_ranks_is_refused(group):
+    event = complete(chrome_events(TRACE))[0]
+    event["args"]["group"] = group
+    found = refusal(chrome_headers({"measured": TRACE}), [event])
+    assert found.startswith("t.json: traceEvents[0]: group must be runs of ranks such as [[0, 7]], got ")
+
+
+@pytest.mark.parametrize(
+    ("group", "runs"), [((), []), ((0, 1, 2), [[0, 2]]), ((4, 5, 2, 3), [[4, 5], [2, 3]]), ((3, 2), [[3, 3], [2, 2]])]
+)
+def test_a_group_is_written_as_runs(group, runs):
+    event = complete(chrome_events(replace(TRACE, spans=(replace(SPAN, group=group),))))[0]
+    assert event["args"]["group"] == runs
 
 
 def test_events_of_other_types_are_passed_over():

@@ -456,12 +456,12 @@ def test_a_trace_of_another_program_is_refused(tmp_path, text):
 
 
 def test_a_trace_without_events_or_headers_is_refused(tmp_path):
-    head = {"format": "graphpilot trace", "schema_version": 3}
+    head = {"format": "graphpilot trace", "schema_version": 4}
     path = written(tmp_path, json.dumps({"graphpilot": head, "traceEvents": 3}), "t.json")
     with pytest.raises(SpecError, match=r"t\.json: traces and traceEvents must be lists, got None and 3"):
         read_trace(path)
-    newer = {**head, "schema_version": 4}
-    with pytest.raises(SpecError, match=r"t\.json: schema_version must be 3, got 4; update graphpilot"):
+    newer = {**head, "schema_version": 5}
+    with pytest.raises(SpecError, match=r"t\.json: schema_version must be 4, got 5; update graphpilot"):
         read_trace(written(tmp_path, json.dumps({"graphpilot": newer}), "t.json"))
 
 
