@@ -188,7 +188,7 @@ def backward_sources(
     """Return the gradients of k and v of rows with these `gpu_rows.row_stats`; that of bias comes from the targets."""
     del bias_gradient
     call = _BackwardCall(grad_out, q, k, v, bias, None, None, graph, scale, 0.0)
-    return *_over_sources(call, stats), _empty(q, q.dtype, 0)
+    return *_over_sources(call, _aligned(stats)), _empty(q, q.dtype, 0)
 
 
 def backward_targets(
@@ -210,7 +210,7 @@ def backward_targets(
     del stats
     call = _BackwardCall(grad_out, q, k, v, bias, None, None, graph, scale, 0.0)
     edge_gradients = (_edge_gradient(q, bias, bias_gradient), _empty(q, q.dtype, 0))
-    grad_q, _ = _over_targets(call, out, lse, rest, None, edge_gradients)
+    grad_q, _ = _over_targets(call, _aligned(out), _aligned(lse), _aligned(rest), None, edge_gradients)
     return grad_q, edge_gradients[0]
 
 
@@ -417,6 +417,11 @@ def _power_of_two(number: int) -> int:
 def _rows(x: Tensor) -> Tensor:
     """Return a tensor whose last dimension is contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Return a tensor that begins at a multiple of 16 bytes, as the passes expect of what a pass has made."""
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def _empty(like: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:

@@ -13,6 +13,7 @@ from executor.attention.launch import Compiled, launch, specialisation
 
 # Of a tile: so many loads of 16 bytes are under way that few programs fill the memory's pipe.
 TILE_NUMBERS, NUM_WARPS = 4096, 4
+MAX_TILE_ROWS = 128  # more would each have numbers of their own in too many registers
 MAX_BLOCK_COLUMNS = 1024
 _COMPILED: Compiled = {}
 
@@ -46,7 +47,7 @@ def add_rows_(rows: Tensor, index: Tensor, added: Tensor, counts: Sequence[int])
         "COLUMNS": columns,
         "ROW_STRIDE": rows.stride(0),
         "ADDED_STRIDE": added.stride(0),
-        "R": TILE_NUMBERS // block,
+        "R": min(TILE_NUMBERS // block, MAX_TILE_ROWS),
         "BLOCK_C": block,
     }
     for end, count in zip(accumulate(counts), counts, strict=True):
@@ -59,7 +60,7 @@ def _launch_by_heads(kernel: Any, tensors: tuple[Tensor, ...], like: Tensor, con
     """Run a kernel on all rows and heads of a tensor [rows, H, K]."""
     num_rows, num_heads, head_size = like.shape
     blocks = blocks_of(num_heads, num_heads, head_size)
-    tile_rows = max(TILE_NUMBERS // (blocks.block_h * blocks.block_d), 1)
+    tile_rows = min(max(TILE_NUMBERS // (blocks.block_h * blocks.block_d), 1), MAX_TILE_ROWS)
     shape = {
         "NUM_HEADS": num_heads,
         "HEAD_SIZE": head_size,

@@ -135,7 +135,7 @@ def backward_targets(
 def add_rows_(rows: Tensor, index: Tensor, added: Tensor, counts: Sequence[int]) -> None:
     """Add each row of `added` to the row of `rows` that `index` names, in place, with the same bits in every run.
 
-    Runs are added one behind another, each sum in fp32 and rounded once.
+    Runs are added one behind another. Sums are fp32; GPUs round after each run, CPUs as `index_add_` does.
 
     Args:
         rows: [N, C].
