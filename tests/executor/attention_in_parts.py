@@ -1,10 +1,8 @@
 """Attention in parts as one function with gradients: over inner edges, over outer ones, and back in two passes."""
 
-import contextlib
 import dataclasses
 import functools
-import unittest.mock
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,21 +10,13 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor
 
-from executor.attention import operators, parts
+from executor.attention import parts
 from executor.attention.graph import EdgeGraph
 from executor.attention.parts import Attended
 from executor.attention.work import build_work_list
 from tests.executor.attention_reference import Case, Heads, Layout, case_of
 
 Prepare = Callable[[EdgeGraph], EdgeGraph]
-
-
-@contextlib.contextmanager
-def by_kernels() -> Iterator[None]:
-    """Have the GPU's code compute on any device; on CPUs Triton interprets its kernels."""
-    choices = {"passes_on": lambda _: operators.gpu, "rows_on": lambda _: operators.gpu_rows}
-    with unittest.mock.patch.multiple(parts, **choices):
-        yield
 
 
 def in_pieces(graph: EdgeGraph) -> EdgeGraph:

@@ -15,7 +15,7 @@ from executor.attention.graph import EdgeGraph
 from executor.attention.parts import Attended
 from executor.attention.windows import Rule, build_windows
 from executor.attention.work import build_work_list
-from tests.executor.attention_in_parts import Cut, attend_in_parts, by_kernels, cut_cases, in_pieces
+from tests.executor.attention_in_parts import Cut, attend_in_parts, cut_cases, in_pieces
 from tests.executor.attention_reference import Case, Heads, Layout, Named, case_of, run_attention, run_reference
 
 # The interpreter computes with NumPy also what a mask or a choice leaves out, such as the logarithm of an empty sum.
@@ -27,12 +27,17 @@ BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 2e-2}
 DTYPES = pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 
 
+def by_kernels() -> Any:
+    """Return a context in which the GPU's code computes, on CPUs in Triton's interpreter."""
+    pytest.importorskip("triton", reason="this build of torch comes without Triton")
+    return pytest.importorskip("tests.executor.on_kernels").by_kernels()
+
+
 @pytest.fixture(params=["cpu", "kernels"])
 def code(request: pytest.FixtureRequest) -> Any:
     """Return a context in which the CPU's code or, in Triton's interpreter, the GPU's computes."""
     if request.param == "cpu":
         return contextlib.nullcontext
-    pytest.importorskip("triton", reason="this build of torch comes without Triton")
     return by_kernels
 
 
@@ -71,7 +76,6 @@ def test_parts_on_cores_equal_the_reference_and_attention_over_all_edges(dtype, 
 @settings(max_examples=6)
 @given(drawn=cut_cases(HEADS, prepare=in_pieces))
 def test_parts_by_kernels_equal_the_reference_and_attention_over_all_edges(dtype, drawn):
-    pytest.importorskip("triton", reason="this build of torch comes without Triton")
     case, cut = drawn
     with by_kernels():
         assert_right(case, cut, dtype)
@@ -165,7 +169,6 @@ def window_graph(graph: EdgeGraph) -> EdgeGraph:
 
 
 def test_windows_serve_parts_and_passes():
-    pytest.importorskip("triton", reason="this build of torch comes without Triton")
     edges = [(source, row) for row in range(20) for source in range(0, 34, 2) if (row + source) % 5]
     edges += [(source, row) for row in range(16, 40) for source in range(40, 52) if (row + source) % 3]
     case = case_of(edges, 40, 52, num_heads=4, num_kv_heads=4, head_size=16, has_lse_gradient=False)
@@ -308,7 +311,6 @@ def test_rows_are_added_once_each_on_cores(dtype, drawn):
 @settings(max_examples=15)
 @given(drawn=additions())
 def test_rows_are_added_once_each_by_kernels(dtype, drawn):
-    pytest.importorskip("triton", reason="this build of torch comes without Triton")
     # The interpreter cuts digits of bf16 off where GPUs round: once a run.
     with by_kernels():
         assert_added(*drawn, dtype=dtype, spacings=4 if dtype == torch.bfloat16 else 0)
@@ -335,13 +337,15 @@ def random_case(**options: Any) -> tuple[Case, int]:
     return case_of(edges, 300, 400, has_lse_gradient=False, **options), 201
 
 
+# Kernels are compiled anew for each pair, so not for all pairs.
+GPU_HEADS = (*HEADS, Heads(8, 8, 32, False), Heads(2, 2, 128, False), Heads(9, 3, 33, False), Heads(12, 12, 64, False))
+
+
 @pytest.mark.gpu
-@DTYPES
-@pytest.mark.parametrize("by_part", [False, True], ids=["at once", "part by part"])
 @pytest.mark.parametrize(
-    "heads", [*HEADS, Heads(8, 8, 32, False), Heads(2, 2, 128, False), Heads(9, 3, 33, False)], ids=str
+    ("heads", "dtype"), [(heads, list(BOUNDS)[index % 3]) for index, heads in enumerate(GPU_HEADS)], ids=str
 )
-def test_parts_on_a_gpu_equal_the_reference_and_attention_over_all_edges(dtype, by_part, heads):
+def test_parts_on_a_gpu_equal_the_reference_and_attention_over_all_edges(heads, dtype):
     case, first_row = random_case(
         num_heads=heads.num_heads,
         num_kv_heads=heads.num_kv_heads,
@@ -349,8 +353,8 @@ def test_parts_on_a_gpu_equal_the_reference_and_attention_over_all_edges(dtype, 
         has_bias=True,
         layout=Layout.VIEWS,
     )
-    cut = Cut(num_own=300, first_row=first_row, by_part=by_part)
-    assert_right(case, cut, dtype, "cuda")
+    for by_part in (False, True):
+        assert_right(case, Cut(num_own=300, first_row=first_row, by_part=by_part), dtype, "cuda")
 
 
 @pytest.mark.gpu
