@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -39,16 +40,29 @@ def forward(
     graph: EdgeGraph,
     scale: float,
     dropout: float,
+    *,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output in the format of q, and the log-sum-exp, fp32 [N, H]."""
+    """Return the output, by default in the format of q, and the log-sum-exp, fp32 [N, H]."""
     inputs, shape = _inputs(q, k, v, bias, features, key, graph, scale, dropout), _shape(q, k)
-    out_NHK, lse_NH = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:2])
+    out_NHK, lse_NH = torch.empty(q.shape, dtype=out_dtype or q.dtype), torch.empty(q.shape[:2])
     _, num_heads, head_size = q.shape
-    call = _Pass(graph, inputs, shape, num_heads * _padded(head_size) + 2 * _padded(num_heads))
+    state_size = num_heads * _padded(head_size) + 2 * _padded(num_heads)
+    call = _Pass(graph, inputs, shape, state_size, out_NHK.dtype)
     results = (_rows(out_NHK), _flat(lse_NH))
     call.run(cpu_forward.forward_pieces, *results)
     call.join(cpu_forward.join_forward, *results)
     return out_NHK, lse_NH
+
+
+def forward_part(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, graph: EdgeGraph, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output, the log-sum-exp and, of 16 bits, the output before it was rounded, for a merge."""
+    exact, lse = forward(q, k, v, bias, None, None, graph, scale, 0.0, out_dtype=torch.float32)
+    if q.dtype == torch.float32:
+        return exact, lse, q.new_empty(0)
+    return exact.to(q.dtype), lse, exact
 
 
 def backward(
@@ -69,26 +83,127 @@ def backward(
     features_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, bias and features in their formats; an empty tensor for one not asked for."""
-    inputs, shape = _inputs(q, k, v, bias, features, key, graph, scale, dropout), _shape(q, k)
-    grad_q, grad_k, grad_v = (torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in (q, k, v))
+    call = _backward_call(grad_out, q, k, v, bias, features, key, lse, graph, scale, dropout)
     none = q.new_empty(0)
     grad_bias = bias.new_empty(bias.shape) if bias is not None and bias_gradient else none
     grad_features = features.new_empty(features.shape) if features is not None and features_gradient else none
-    grad_out_rows, lse_array, mean = _rows(grad_out), _flat(lse.contiguous()), np.empty(lse.numel(), np.float32)
     grad_lse = torch.zeros(lse.shape) if grad_lse is None else grad_lse.contiguous()
-
-    _, num_heads, head_size = q.shape
-    call = _Pass(graph, inputs, shape, 2 * num_heads * _padded(head_size) + 2 * _padded(num_heads))
-    results = (_flat(grad_lse), mean, _rows(grad_q))
-    call.run(cpu_backward.target_pieces, lse_array, grad_out_rows, *results)
-    call.join(cpu_backward.join_target, inputs.scale, *results)
-
-    call = _Pass(graph.transpose, inputs, shape, 2 * num_heads * _padded(head_size))
-    grad_rows = (_rows(grad_k), _rows(grad_v))
-    per_edge = (_flat(grad_bias) if bias_gradient else inputs.bias[:0], _rows(grad_features))
-    call.run(cpu_backward.source_pieces, lse_array, grad_out_rows, mean, *grad_rows, *per_edge)
-    call.join(cpu_backward.join_source, inputs.scale, *grad_rows)
+    mean = np.empty(lse.numel(), np.float32)
+    grad_q = _over_targets(call, mean, _flat(grad_lse))
+    grad_k, grad_v = _over_sources(call, mean, grad_bias, grad_features)
     return grad_q, grad_k, grad_v, grad_bias, grad_features
+
+
+def backward_sources(
+    grad_out: Tensor,
+    stats: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    graph: EdgeGraph,
+    scale: float,
+    *,
+    bias_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of k and v, and of bias or an empty tensor, of rows with these `cpu_rows.row_stats`."""
+    lse, mean = stats.unbind(-1)
+    call = _backward_call(grad_out, q, k, v, bias, None, None, lse, graph, scale, 0.0)
+    none = q.new_empty(0)
+    grad_bias = bias.new_empty(bias.shape) if bias is not None and bias_gradient else none
+    grad_k, grad_v = _over_sources(call, _flat(mean.contiguous()), grad_bias, none)
+    return grad_k, grad_v, grad_bias
+
+
+def backward_targets(
+    grad_out: Tensor,
+    stats: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    rest: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    graph: EdgeGraph,
+    scale: float,
+    *,
+    bias_gradient: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of q of rows with these `cpu_rows.row_stats`; that of bias comes from the sources."""
+    del out, rest, bias_gradient
+    call = _backward_call(grad_out, q, k, v, bias, None, None, lse, graph, scale, 0.0)
+    return _over_targets(call, _flat(stats[..., 1].contiguous()), None), q.new_empty(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _BackwardCall:
+    """What both passes of a backward pass take."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    graph: EdgeGraph
+    inputs: Inputs
+    shape: Shape
+    lse: Array
+    grad_out: Rows
+
+    @property
+    def sums_size(self) -> int:
+        """Numbers of two sums of a row."""
+        return 2 * self.q.shape[1] * _padded(self.q.shape[2])
+
+
+def _backward_call(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    features: Tensor | None,
+    key: Tensor | None,
+    lse: Tensor,
+    graph: EdgeGraph,
+    scale: float,
+    dropout: float,
+) -> _BackwardCall:
+    return _BackwardCall(
+        q=q,
+        k=k,
+        v=v,
+        graph=graph,
+        inputs=_inputs(q, k, v, bias, features, key, graph, scale, dropout),
+        shape=_shape(q, k),
+        lse=_flat(lse.contiguous()),
+        grad_out=_rows(grad_out),
+    )
+
+
+def _over_targets(call: _BackwardCall, mean: Array, grad_lse: Array | None) -> Tensor:
+    """Return the gradient of q.
+
+    Args:
+        mean: of the gradients of each row's weights, less the gradient of its log-sum-exp.
+        grad_lse: with it means are those of the graph's edges, and written; without it they are given.
+    """
+    grad_q = torch.empty(call.q.shape, dtype=call.q.dtype)
+    run = _Pass(call.graph, call.inputs, call.shape, call.sums_size + 2 * _padded(call.q.shape[1]), call.q.dtype)
+    results = (grad_lse is None, mean if grad_lse is None else grad_lse, mean, _rows(grad_q))
+    run.run(cpu_backward.target_pieces, call.lse, call.grad_out, *results)
+    run.join(cpu_backward.join_target, call.inputs.scale, *results)
+    return grad_q
+
+
+def _over_sources(call: _BackwardCall, mean: Array, grad_bias: Tensor, grad_features: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of k and v; write those of bias and features unless these tensors are empty."""
+    grad_k, grad_v = (torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in (call.k, call.v))
+    run = _Pass(call.graph.transpose, call.inputs, call.shape, call.sums_size, call.q.dtype)
+    grad_rows = (_rows(grad_k), _rows(grad_v))
+    per_edge = (_flat(grad_bias) if grad_bias.ndim == 2 else call.inputs.bias[:0], _rows(grad_features))
+    run.run(cpu_backward.source_pieces, call.lse, call.grad_out, mean, *grad_rows, *per_edge)
+    run.join(cpu_backward.join_source, call.inputs.scale, *grad_rows)
+    return grad_k, grad_v
 
 
 class _Pass:
@@ -96,11 +211,14 @@ class _Pass:
 
     Args:
         state_size: numbers of a row that a kernel holds, and leaves as a partial result.
+        result: number format of the rows that it writes.
     """
 
-    def __init__(self, graph: EdgeGraph | Transpose, inputs: Inputs, shape: Shape, state_size: int) -> None:
+    def __init__(
+        self, graph: EdgeGraph | Transpose, inputs: Inputs, shape: Shape, state_size: int, result: torch.dtype
+    ) -> None:
         self.pieces, self.edges, self.inputs, self.shape = pieces_of(graph), _edges_of(graph), inputs, shape
-        self.kind = _kind(inputs, self.edges, shape)
+        self.kind = _kind(inputs, self.edges, shape, result)
         self.state_size = state_size
         self.partials = np.empty((self.pieces.num_partials, state_size), np.float32)
 
@@ -187,9 +305,10 @@ def _rows(tensor: Tensor) -> Rows:
     return Rows(flat=_flat(tensor.as_strided((size,), (1,))), stride=tensor.stride(0), width=width)
 
 
-def _kind(inputs: Inputs, edges: Edges, shape: Shape) -> str:
+def _kind(inputs: Inputs, edges: Edges, shape: Shape, result: torch.dtype) -> str:
     """Return a name for all that decides the types of a kernel's arguments."""
     formats = f"{inputs.q.flat.dtype}_{inputs.bias.dtype}_{'features' if inputs.features else 'plain'}"
+    formats += f"_{result}".replace("torch.", "")
     positions = "none" if edges.position is None else edges.position.dtype
     return f"{formats}_{8 * len(shape.lanes or ())}_{positions}"
 

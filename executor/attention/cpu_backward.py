@@ -30,7 +30,8 @@ def _add_partials(partials, first, last, state):
 
 
 # --- Over targets. A weight p with the gradient g gives its score p (g - mean); the mean of g over the row is known at
-# the row's end. So the state of a row: sums of p g k [H, C], of p k [H, C], of p g [P], of p [P].
+# the row's end, unless it is given, as it is where the row has other edges too. So the state of a row: sums of p g k
+# [H, C], of p k [H, C], of p g [P], of p [P].
 
 
 @helper
@@ -49,17 +50,17 @@ def _multiply_by_weights(block, count, shape, product_P, weight_P):
 
 
 @helper
-def _finish_target(row, shape, scale, state, grad_lse, mean, grad_q):
+def _finish_target(row, shape, scale, state, has_mean, grad_lse, mean, grad_q):
     num_heads, num_padded, size, width = sizes(shape)
     products_HC, weighted_HC = state, shifted(state, num_heads * width)
     product_P = shifted(state, 2 * num_heads * width)
     weight_P = shifted(product_P, num_padded)
     for head in range(num_heads):
-        # The weights add up to one but for the rounding of the log-sum-exp, which the quotient undoes.
-        row_mean = product_P[head] / weight_P[head] if weight_P[head] != 0 else ZERO
-        row_mean -= grad_lse[row * num_heads + head]
-        mean[row * num_heads + head] = row_mean
-        minus_mean = splat(-row_mean, count_of(shape.lanes, 8))
+        if not has_mean:
+            # The weights add up to one but for the rounding of the log-sum-exp, which the quotient undoes.
+            row_mean = product_P[head] / weight_P[head] if weight_P[head] != 0 else ZERO
+            mean[row * num_heads + head] = row_mean - grad_lse[row * num_heads + head]
+        minus_mean = splat(-mean[row * num_heads + head], count_of(shape.lanes, 8))
         for at in range(head * width, (head + 1) * width, num_lanes(shape.lanes)):
             value = multiply_add(minus_mean, load_sums(weighted_HC, at, shape), load_sums(products_HC, at, shape))
             store_sums(products_HC, at, value, shape)
@@ -67,8 +68,10 @@ def _finish_target(row, shape, scale, state, grad_lse, mean, grad_q):
 
 
 @Kernel
-def target_pieces(pieces, first, last, scratch, inputs, edges, shape, lse, grad_out, grad_lse, mean, grad_q, partials):
-    """Write gradients of queries and, for `source_pieces`, means [N, H], or partial results."""
+def target_pieces(
+    pieces, first, last, scratch, inputs, edges, shape, lse, grad_out, has_mean, grad_lse, mean, grad_q, partials
+):
+    """Write gradients of queries and, unless they are given, means [N, H] for `source_pieces`, or partial results."""
     num_heads, num_padded, _, width = sizes(shape)
     inputs, edges, grad_out, grad_q = pointed_inputs(inputs), pointed_edges(edges), pointed(grad_out), pointed(grad_q)
     lse, grad_lse, mean = address(lse), address(grad_lse), address(mean)
@@ -89,18 +92,18 @@ def target_pieces(pieces, first, last, scratch, inputs, edges, shape, lse, grad_
                 accumulate(block.grads, k, block.far, block.at_kv, features, block, count, shape, state, None)
                 accumulate(block.weights, k, block.far, block.at_kv, features, block, count, shape, weighted, None)
             if pieces[piece, 4] < 0:
-                _finish_target(row, shape, inputs.scale, state, grad_lse, mean, grad_q)
+                _finish_target(row, shape, inputs.scale, state, has_mean, grad_lse, mean, grad_q)
             else:
                 keep(partials, pieces[piece, 4], state)
 
 
 @Kernel
-def join_target(split_rows, shape, scratch, partials, scale, grad_lse, mean, grad_q):
+def join_target(split_rows, shape, scratch, partials, scale, has_mean, grad_lse, mean, grad_q):
     """Write what `target_pieces` does of rows that were cut."""
     state, grad_lse, mean, grad_q = address(scratch.numbers), address(grad_lse), address(mean), pointed(grad_q)
     for split in range(len(split_rows)):
         _add_partials(partials, split_rows[split, 1], split_rows[split, 2], state)
-        _finish_target(split_rows[split, 0], shape, scale, state, grad_lse, mean, grad_q)
+        _finish_target(split_rows[split, 0], shape, scale, state, has_mean, grad_lse, mean, grad_q)
 
 
 # --- Over sources. The state of a row: sums for the key [H, C] and for the value [H, C], of each head of queries.

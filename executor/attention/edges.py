@@ -48,8 +48,8 @@ def edge_attention(
     Raises:
         ValueError: if shapes, formats or devices do not fit each other.
     """
-    _require_fitting(q_NHK, k_MHK, v_MHK, graph, edge_bias, edge_features, dropout, dropout_key)
-    scale = q_NHK.shape[2] ** -0.5 if scale is None else scale
+    require_fitting(q_NHK, k_MHK, v_MHK, graph, edge_bias, edge_features, dropout, dropout_key)
+    scale = scale_of(q_NHK, scale)
     key = dropout_key if dropout > 0 else None
     inputs = (q_NHK, k_MHK, v_MHK, edge_bias, edge_features)
     keep_rest = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
@@ -79,15 +79,20 @@ def merge_attention(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]
     return out_NHK.to(parts[0][0].dtype), lse_NH
 
 
-def _require_fitting(
+def scale_of(q_NHK: Tensor, scale: float | None) -> float:
+    """Return the factor of the products of queries and keys, which by default is 1 / sqrt(K)."""
+    return float(q_NHK.shape[2] ** -0.5) if scale is None else scale
+
+
+def require_fitting(
     q_NHK: Tensor,
     k_MHK: Tensor,
     v_MHK: Tensor,
     graph: EdgeGraph,
     edge_bias: Tensor | None,
-    edge_features: Tensor | None,
-    dropout: float,
-    dropout_key: Tensor | None,
+    edge_features: Tensor | None = None,
+    dropout: float = 0.0,
+    dropout_key: Tensor | None = None,
 ) -> None:
     """Raise ValueError if the arguments of `edge_attention` do not fit each other."""
     _, num_heads, head_size = q_NHK.shape

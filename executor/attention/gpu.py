@@ -139,6 +139,13 @@ def forward(
     return out, lse, rest
 
 
+def forward_part(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, graph: EdgeGraph, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output, the log-sum-exp and, of 16 bits, what rounding took, for a merge."""
+    return forward(q, k, v, bias, None, None, graph, scale, 0.0, keep_rest=True)
+
+
 def backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
@@ -159,104 +166,157 @@ def backward(
     features_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys, values, bias and features; empty where there is none."""
-    q, k, v, grad_out = (_rows(x) for x in (q, k, v, grad_out))
-    blocks = blocks_of(q.shape[1], k.shape[1], q.shape[2])
-    extras = _Extras(bias, features, key, graph, (q, k, v, grad_out))
-    strides = (k.shape[1], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *grad_out.stride()[:2])
-    numbers = (scale * LOG2E, scale, 1 / (1 - dropout), threshold(dropout))
-    has_windows = gpu_windows.can_run(q, k, (bias, features, key), scale * LOG2E)
-    grad_bias = torch.empty_like(bias) if bias_gradient and bias is not None else _empty(q, q.dtype, 0)
-    grad_features = torch.empty_like(features) if features_gradient and features is not None else _empty(q, q.dtype, 0)
-    grad_q, stats = _over_targets(
-        (q, k, v, *extras.tensors, grad_out, out, rest),
-        lse,
-        grad_lse,
-        (grad_bias, grad_features),
-        graph,
-        strides,
-        numbers,
-        blocks,
-        extras,
-        {"BIAS_GRADIENT": bias_gradient, "FEATURES_GRADIENT": features_gradient},
-        has_windows=has_windows,
-    )
-    inputs = (q, k, v, *extras.tensors, grad_out, stats)
-    grad_k, grad_v = _over_sources(inputs, graph, strides, numbers, blocks, extras, has_windows=has_windows)
-    return grad_q, grad_k, grad_v, grad_bias, grad_features
+    call = _BackwardCall(grad_out, q, k, v, bias, features, key, graph, scale, dropout)
+    edge_gradients = (_edge_gradient(q, bias, bias_gradient), _edge_gradient(q, features, features_gradient))
+    grad_q, stats = _over_targets(call, out, lse, rest, grad_lse, edge_gradients)
+    grad_k, grad_v = _over_sources(call, stats)
+    return grad_q, grad_k, grad_v, *edge_gradients
+
+
+def backward_sources(
+    grad_out: Tensor,
+    stats: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    graph: EdgeGraph,
+    scale: float,
+    *,
+    bias_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of k and v of rows with these `gpu_rows.row_stats`; that of bias comes from the targets."""
+    del bias_gradient
+    call = _BackwardCall(grad_out, q, k, v, bias, None, None, graph, scale, 0.0)
+    return *_over_sources(call, _aligned(stats)), _empty(q, q.dtype, 0)
+
+
+def backward_targets(
+    grad_out: Tensor,
+    stats: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    rest: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    graph: EdgeGraph,
+    scale: float,
+    *,
+    bias_gradient: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of q, and of bias or an empty tensor; each row's statistics are taken anew."""
+    del stats
+    call = _BackwardCall(grad_out, q, k, v, bias, None, None, graph, scale, 0.0)
+    edge_gradients = (_edge_gradient(q, bias, bias_gradient), _empty(q, q.dtype, 0))
+    grad_q, _ = _over_targets(call, _aligned(out), _aligned(lse), _aligned(rest), None, edge_gradients)
+    return grad_q, edge_gradients[0]
+
+
+class _BackwardCall:
+    """What both passes of a backward pass take."""
+
+    def __init__(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        features: Tensor | None,
+        key: Tensor | None,
+        graph: EdgeGraph,
+        scale: float,
+        dropout: float,
+    ) -> None:
+        self.q, self.k, self.v, self.grad_out = (_rows(x) for x in (q, k, v, grad_out))
+        self.graph = graph
+        rows = (self.q, self.k, self.v, self.grad_out)
+        self.extras = _Extras(bias, features, key, graph, rows)
+        self.inputs = (*rows[:3], *self.extras.tensors, self.grad_out)
+        self.blocks = blocks_of(q.shape[1], k.shape[1], q.shape[2])
+        self.strides = (k.shape[1], *(stride for x in rows for stride in x.stride()[:2]))
+        self.factors = (scale * LOG2E, scale)
+        self.numbers = (*self.factors, 1 / (1 - dropout), threshold(dropout))
+        self.has_windows = gpu_windows.can_run(q, k, (bias, features, key), scale * LOG2E)
+
+
+def _edge_gradient(q: Tensor, per_edge: Tensor | None, is_wanted: bool) -> Tensor:
+    """Return room for the gradient of bias or features; empty if none is wanted."""
+    return _empty(q, per_edge.dtype, *per_edge.shape) if is_wanted and per_edge is not None else _empty(q, q.dtype, 0)
 
 
 def _over_targets(
-    inputs: tuple[Tensor, ...],
+    call: _BackwardCall,
+    out: Tensor,
     lse: Tensor,
+    rest: Tensor,
     grad_lse: Tensor | None,
     edge_gradients: tuple[Tensor, Tensor],
-    graph: EdgeGraph,
-    strides: tuple[int, ...],
-    numbers: tuple[float, ...],
-    blocks: Blocks,
-    extras: "_Extras",
-    flags: dict[str, bool],
-    *,
-    has_windows: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of the queries, and log-sum-exp (of base 2) and delta of each row, [N, H, 2]."""
-    q, k, v, *_, grad_out, out, rest = inputs
-    windows, work = _windows_and_work(graph, has_windows)
+    """Return the gradient of the queries, and log-sum-exp (of base 2) and delta of each row, [N, H, 2].
+
+    Args:
+        edge_gradients: room for those of bias and features; empty if they are not wanted.
+    """
+    q, graph, extras = call.q, call.graph, call.extras
+    windows, work = _windows_and_work(graph, call.has_windows)
     grad_q = _empty(q, q.dtype, *q.shape)
     stats = _empty(q, torch.float32, *q.shape[:2], 2)
     sums = _empty(q, torch.float32, work.num_partials, *q.shape[1:])
     of_lse = (lse if grad_lse is None else grad_lse.contiguous(), lse)
-    flags = extras.flags | flags | {"HAS_GRAD_LSE": grad_lse is not None, "HAS_REST": rest.numel() > 0}
-    call = (*extras.specialisation, *specialisation(grad_lse), *flags.values())
+    flags = extras.flags | {
+        "BIAS_GRADIENT": edge_gradients[0].ndim > 1,
+        "FEATURES_GRADIENT": edge_gradients[1].ndim > 1,
+        "HAS_GRAD_LSE": grad_lse is not None,
+        "HAS_REST": rest.numel() > 0,
+    }
+    key = (*extras.specialisation, *specialisation(grad_lse), *flags.values())
     if windows is not None:
         gpu_windows.backward_targets(
-            q, k, v, grad_out, out, rest, grad_lse, lse, stats, grad_q, windows, (numbers[0], numbers[1])
+            q, call.k, call.v, call.grad_out, out, rest, grad_lse, lse, stats, grad_q, windows, call.factors
         )
     _launch(
         kernels.backward_targets_kernel,
-        (*inputs, *of_lse, stats, grad_q, *edge_gradients, sums, graph.source_E, extras.edge_id),
+        (*call.inputs, out, rest, *of_lse, stats, grad_q, *edge_gradients, sums, graph.source_E, extras.edge_id),
         work,
-        strides,
-        numbers,
-        blocks,
+        call.strides,
+        call.numbers,
+        call.blocks,
         flags,
-        call,
+        key,
     )
-    _merge_sums(sums, grad_q, None, work, numbers[1], call)
+    _merge_sums(sums, grad_q, None, work, call.factors[1], key)
     return grad_q, stats
 
 
-def _over_sources(
-    inputs: tuple[Tensor, ...],
-    graph: EdgeGraph,
-    strides: tuple[int, ...],
-    numbers: tuple[float, ...],
-    blocks: Blocks,
-    extras: "_Extras",
-    *,
-    has_windows: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of keys and values."""
-    q, k, v, *_, grad_out, stats = inputs
-    transpose = graph.transpose
-    windows, work = _windows_and_work(transpose, has_windows)
+def _over_sources(call: _BackwardCall, stats: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of keys and values.
+
+    Args:
+        stats: log-sum-exp (of base 2) and delta of each row, [N, H, 2].
+    """
+    k, extras = call.k, call.extras
+    transpose = call.graph.transpose
+    windows, work = _windows_and_work(transpose, call.has_windows)
     grad_k, grad_v = _empty(k, k.dtype, *k.shape), _empty(k, k.dtype, *k.shape)
     sums = _empty(k, torch.float32, work.num_partials, 2, *k.shape[1:])
     words = stats.view(torch.int64)  # of each row and head: log-sum-exp and delta
     if windows is not None:
-        gpu_windows.backward_sources(q, k, v, grad_out, words, grad_k, grad_v, windows, (numbers[0], numbers[1]))
+        gpu_windows.backward_sources(call.q, k, call.v, call.grad_out, words, grad_k, grad_v, windows, call.factors)
     edges = (transpose.target_E, transpose.position_E, extras.edge_id)
     _launch(
         kernels.backward_sources_kernel,
-        (*inputs[:-1], words, grad_k, grad_v, sums, *edges),
+        (*call.inputs, words, grad_k, grad_v, sums, *edges),
         work,
-        strides,
-        numbers,
-        blocks,
+        call.strides,
+        call.numbers,
+        call.blocks,
         extras.flags,
         extras.specialisation,
     )
-    _merge_sums(sums, grad_k, grad_v, work, numbers[1], extras.specialisation)
+    _merge_sums(sums, grad_k, grad_v, work, call.factors[1], extras.specialisation)
     return grad_k, grad_v
 
 
@@ -357,6 +417,11 @@ def _power_of_two(number: int) -> int:
 def _rows(x: Tensor) -> Tensor:
     """Return a tensor whose last dimension is contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Return a tensor that begins at a multiple of 16 bytes, as the passes expect of what a pass has made."""
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def _empty(like: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:

@@ -6,16 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from executor.attention import cpu
+from executor.attention import cpu, cpu_rows
 from executor.attention.graph import EdgeGraph, graph_of_handle
 
 try:
-    from executor.attention import gpu
+    from executor.attention import gpu, gpu_rows
 except ModuleNotFoundError as error:
     if error.name != "triton":
         raise
     # A build of torch for CPUs comes without Triton.
-    gpu = None  # type: ignore[assignment]
+    gpu = gpu_rows = None  # type: ignore[assignment]
 
 
 def attend(
@@ -42,10 +42,28 @@ def attend(
     return out, lse
 
 
-def _gpu() -> ModuleType:
-    if gpu is None:
+def passes_on(device: torch.device) -> ModuleType:
+    """Return the module with the passes over edges on a device.
+
+    Raises:
+        RuntimeError: on a GPU without Triton.
+    """
+    return cpu if device.type == "cpu" else _with_triton(gpu)
+
+
+def rows_on(device: torch.device) -> ModuleType:
+    """Return the module with what joins parts of an attention on a device.
+
+    Raises:
+        RuntimeError: on a GPU without Triton.
+    """
+    return cpu_rows if device.type == "cpu" else _with_triton(gpu_rows)
+
+
+def _with_triton(module: ModuleType | None) -> ModuleType:
+    if module is None:
         raise RuntimeError("attention on a GPU needs Triton, which this build of torch lacks: pip install triton")
-    return gpu
+    return module
 
 
 _LIBRARY = torch.library.Library("graphpilot", "DEF")
@@ -75,7 +93,7 @@ def _forward(
     edge_graph = graph_of_handle(graph)
     if q.device.type == "cpu":
         return *cpu.forward(q, k, v, bias, features, key, edge_graph, scale, dropout), q.new_empty(0, dtype=torch.int8)
-    results: tuple[Tensor, Tensor, Tensor] = _gpu().forward(
+    results: tuple[Tensor, Tensor, Tensor] = passes_on(q.device).forward(
         q, k, v, bias, features, key, edge_graph, scale, dropout, keep_rest=keep_rest
     )
     return results
@@ -117,7 +135,7 @@ def _backward(
             bias_gradient=bias_gradient,
             features_gradient=features_gradient,
         )
-    gradients: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = _gpu().backward(
+    gradients: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = passes_on(q.device).backward(
         grad_out,
         grad_lse,
         q,

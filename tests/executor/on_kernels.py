@@ -1,5 +1,7 @@
 """Attention by the GPU's code wherever the tensors are; the operators would take the CPU's for tensors on a CPU."""
 
+import unittest.mock
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -7,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from executor.attention import gpu, kernels
+from executor.attention import gpu, gpu_rows, kernels, parts
 from executor.attention.graph import EdgeGraph
 
 
@@ -53,6 +55,11 @@ class OnKernels(torch.autograd.Function):
             features_gradient=features is not None,
         )
         return *found[:3], found[3] if bias is not None else None, found[4] if features is not None else None, None
+
+
+def by_kernels() -> AbstractContextManager[object]:
+    """Return a context in which the GPU's code takes attention in parts; on CPUs Triton interprets its kernels."""
+    return unittest.mock.patch.multiple(parts, passes_on=lambda _: gpu, rows_on=lambda _: gpu_rows)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
