@@ -13,7 +13,7 @@ from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import NUM_DEGREE_BUCKETS, EdgeBias, ModelSpec
 from simulator.specs.plan import Exchange, Plan, Recompute, SampledBatches, SampledLayer, batch_parts, seed_ranges
-from simulator.specs.program import Phase, Program, Stream, Task, TaskKind, stream_of, task_name
+from simulator.specs.program import ATTENTIONS, Phase, Program, Stream, Task, TaskKind, stream_of, task_name
 from simulator.specs.units import Dtype
 
 
@@ -513,7 +513,8 @@ class _RankLowering:
                 joins=operation.backward_joins,
                 ranks=operation.ranks,
             )
-        self._add_reductions(self._reductions.after_backward_of(operation.name))
+            for name in (operation.name,) if operation.gradients_of is None else operation.gradients_of:
+                self._add_reductions(self._reductions.after_backward_of(name))
 
     def _add_reductions(self, reductions: Sequence[ReductionTask]) -> None:
         for task in reductions:
@@ -559,7 +560,7 @@ class _RankLowering:
             is_of_all = phase is Phase.UPDATE
             group = tuple(range(self.plan.num_ranks)) if is_of_all else ranks or self.plan.graph_group(self.rank)
         beyond_cache_ratio = None
-        if kind is TaskKind.ATTENTION:
+        if kind in ATTENTIONS:
             beyond_cache_ratio = beyond_cache_ratio_of(self.plan, shape, self.cluster)
         self.tasks.append(
             Task(
