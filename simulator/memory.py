@@ -192,8 +192,9 @@ def _layer_bytes(plan: Plan, model: ModelSpec, work: RankWork, layer: int, excha
 
     Of rows times width: two layer inputs, two norm outputs and the attention's output, and two dropout masks of a byte.
     Of rows times the feed-forward width: the activation's input and output. Attention keeps queries, keys and values of
-    rows and a number of each row and head; on GPUs also what rounding took from an output of 16 bits. Where batches are
-    sampled, all rows that the layer gets have the first input, norm and queries, and its targets the rest.
+    rows and a number of each row and head; of an output of 16 bits, on GPUs also what rounding took from it, and on
+    CPUs, where it overlaps with an exchange, the unrounded output. Where batches are sampled, all rows that the layer
+    gets have the first input, norm and queries, and its targets the rest.
     """
     rows, input_rows = work.num_target_rows(layer), work.num_input_rows(layer)
     width, size = model.width, _size(plan)
@@ -201,7 +202,11 @@ def _layer_bytes(plan: Plan, model: ModelSpec, work: RankWork, layer: int, excha
     dense = (2 * input_rows * width + rows * (3 * width + 2 * model.feed_forward_width)) * size + masks
     targets, sources, heads = _attended(model, work, layer, exchange)
     columns = heads * model.head_size
-    rest = targets * columns if kind is DeviceKind.CUDA and size < SCORE_BYTES else 0  # a byte a number
+    rest = 0
+    if size < SCORE_BYTES and kind is DeviceKind.CUDA:
+        rest = targets * columns  # a byte a number
+    elif size < SCORE_BYTES and plan.overlap_exchange and exchange in ROW_EXCHANGES:
+        rest = targets * columns * SCORE_BYTES
     queries = targets - rows + input_rows  # where batches are sampled, those of rows that are no targets are kept too
     found = dense + (queries + 2 * sources) * columns * size + targets * heads * SCORE_BYTES + rest
     if exchange is Exchange.HEAD_ALL_TO_ALL:

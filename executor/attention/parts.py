@@ -20,7 +20,7 @@ class Attended:
     Attributes:
         out: [N, H, K].
         lse: log-sum-exp, fp32 [N, H], minus infinity without edges.
-        rest: what rounding took from the output; empty where there is none.
+        rest: what makes an output of 16 bits exact; empty where there is nothing.
     """
 
     out: Tensor

@@ -172,9 +172,10 @@ def _merge_runner(make: _Inputs, shape: tuple[int, ...]) -> Callable[[Recorder],
 
 
 def _attended(make: _Inputs, rows: int, heads: int, head_size: int) -> Attended:
-    """Return what attention gives, with what rounding takes on GPUs."""
-    out, has_rest = make.rows(rows, heads, head_size), make.device.type == "cuda" and make.dtype != torch.float32
-    rest = torch.zeros(out.shape if has_rest else (0,), dtype=torch.int8, device=make.device)
+    """Return what attention gives; of 16 bits, with what makes them exact."""
+    out = make.rows(rows, heads, head_size)
+    exact = torch.zeros_like(out, dtype=torch.int8) if make.device.type == "cuda" else out.float()
+    rest = out.new_empty(0) if make.dtype == torch.float32 else exact
     return Attended(out=out, lse=make.rows(rows, heads).float(), rest=rest)
 
 

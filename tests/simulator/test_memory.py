@@ -400,6 +400,23 @@ def test_an_overlapped_exchange_keeps_what_one_in_turn_keeps_and_its_edges_in_tw
     assert after == before
 
 
+def test_an_overlapped_exchange_of_16_bits_keeps_the_unrounded_output_on_cpus_and_bytes_on_gpus():
+    plan = made_plan(equal_parts(2, num_nodes=1000, num_edges=8000, halo_rows=40), precision=Dtype.BFLOAT16)
+    for kind, more in ((DeviceKind.CPU, 4), (DeviceKind.CUDA, 0)):
+        before, after = (
+            dict(
+                peak_memory(
+                    dataclasses.replace(plan, overlap_exchange=overlaps),
+                    graph_of(plan.partition),
+                    made_model(),
+                    made_cluster(kind=kind),
+                )[0]
+            )
+            for overlaps in (False, True)
+        )
+        assert after["activations"] - before["activations"] == 2 * 500 * 16 * more
+
+
 def test_an_overlapped_exchange_of_rows_keeps_own_rows_where_the_norm_wrote_them():
     plan = made_plan(
         equal_parts(2, num_nodes=1000, num_edges=8000, halo_rows=40), exchange_payload=ExchangePayload.ROWS
