@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from executor import operations
+from executor.apart import ApartExchange
 from executor.data import RankData
 from executor.dense import Weights
 from executor.exchange import ExchangeLayout, RowExchange, exchange_rows
@@ -110,15 +111,17 @@ class LayerAttention:
         hosts = self.data.hosts if self.exchange is Exchange.HIERARCHICAL_HALO else None
         is_alone = hosts is not None and len(hosts.inside.ranks) == 1
         return Overlap(
-            exchange=self._row_exchange(),
-            inside=None if hosts is None or is_alone else self._host_exchange(hosts.inside),
-            is_alone=is_alone,
+            exchange=ApartExchange(
+                exchange=self._row_exchange(),
+                inside=None if hosts is None or is_alone else self._host_exchange(hosts.inside),
+                is_alone=is_alone,
+                graph_rank=self.data.graph_rank,
+            ),
             edges=self.data.edges[self.exchange],
             bucket_E=self.data.degree_bucket_E,
             halves=self.data.halves[self.exchange],
             recorder=self.recorder,
             layer=self.layer,
-            graph_rank=self.data.graph_rank,
             num_heads=self.num_heads,
             keeps=torch.is_grad_enabled(),
         )

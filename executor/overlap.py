@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from executor.apart import ApartExchange
 from executor.attention.graph import EdgeGraph
 from executor.attention.parts import (
     Attended,
@@ -23,11 +24,9 @@ from executor.attention.parts import (
     merge_into,
     row_stats,
 )
-from executor.exchange import RowExchange, Sent, bring_rows, return_gradients
 from executor.operations import EDGE_BIAS
 from executor.record import Recorder
 from executor.topology import EdgeHalves
-from simulator.specs.plan import Exchange
 from simulator.specs.program import Phase, TaskKind
 
 
@@ -37,8 +36,6 @@ class Overlap:
 
     Attributes:
         exchange: which overlaps.
-        inside: of a hierarchical exchange, the one inside the host that passes on what the first brought; None without.
-        is_alone: of a hierarchical exchange, whether the host has no other ranks.
         edges: all edges into own rows; sources are own rows and behind them those of others, or what an all-gather
             brings.
         bucket_E: buckets of their sources by degree; None where no bias needs them.
@@ -46,92 +43,14 @@ class Overlap:
         keeps: whether a backward pass may follow.
     """
 
-    exchange: RowExchange
-    inside: RowExchange | None
-    is_alone: bool
+    exchange: ApartExchange
     edges: EdgeGraph
     bucket_E: Tensor | None
     halves: EdgeHalves
     recorder: Recorder
     layer: str
-    graph_rank: int
     num_heads: int
     keeps: bool
-
-    @property
-    def has_own_rows(self) -> bool:
-        """Whether own rows lie before those that the exchange brings; an all-gather brings them too."""
-        return self.exchange.exchange is Exchange.HALO
-
-    def new_sources(self, like_NC: Tensor, columns: int, *, own: bool) -> tuple[Tensor, Tensor]:
-        """Return room for the rows of all sources, and the part of it for those that arrive.
-
-        Args:
-            own: whether own rows have a place of their own before these.
-        """
-        num_own = len(like_NC) if own and self.has_own_rows else 0
-        num_passed = 0 if self.inside is None else self.inside.num_received
-        rows_MC = like_NC.new_empty(num_own + self.exchange.num_received + num_passed, columns)
-        return rows_MC, rows_MC[num_own:]
-
-    # --- The exchange.
-
-    def start(self, rows_NC: Tensor, arrival_MC: Tensor, *, front: Tensor | None = None) -> "Flight":
-        """Send own rows; arguments as of `bring_rows`."""
-        exchange = self.exchange
-        arrival_MC = arrival_MC[: exchange.num_received]
-        received = arrival_MC.new_empty(arrival_MC.shape, dtype=exchange.wire) if exchange.converts else arrival_MC
-        sent = [
-            exchange.send(rows_NC, received, index, front=front if index == 0 else None, async_op=True)
-            for index in range(exchange.num_messages)
-        ]
-        return Flight(sent=sent, received=received)
-
-    def finish(self, flight: "Flight", rows_NC: Tensor, arrival_MC: Tensor) -> None:
-        """Wait for the rows of others, and pass on inside the host what it needs of them."""
-        exchange = self.exchange
-        flight.wait(self.recorder)
-        came_MC, passed_MC = arrival_MC[: exchange.num_received], arrival_MC[exchange.num_received :]
-        if exchange.converts:
-            exchange.widen(flight.received, self.recorder.phase, out=came_MC)
-            if not self.has_own_rows:
-                exchange.restore_own(rows_NC, came_MC, self.graph_rank)
-        self._note_without_peers()
-        if self.inside is not None:
-            bring_rows(came_MC, passed_MC, self.inside)
-
-    def start_back(self, grad_MC: Tensor) -> "Flight":
-        """Send the gradients of what arrived, contiguous, to their owners; those of what was passed on first."""
-        exchange, num_came = self.exchange, self.exchange.num_received
-        if self.inside is not None:
-            return_gradients(grad_MC[:num_came], grad_MC[num_came:], self.inside, num_came)
-        self._note_without_peers()
-        grad_MC = grad_MC[:num_came]
-        grad_MC = exchange.widen(grad_MC, Phase.BACKWARD) if exchange.converts else grad_MC
-        messages = reversed(range(exchange.num_messages))
-        return Flight(sent=[exchange.send_back(grad_MC, index, async_op=True) for index in messages], received=grad_MC)
-
-    def finish_back(self, flight: "Flight", own_NC: Tensor | None, num_rows: int) -> Tensor:
-        """Wait for the gradients of own rows that others have; return them with those from this rank itself.
-
-        Args:
-            own_NC: gradients from this rank, contiguous, which are added to in place; None where others have them all.
-        """
-        self.recorder.pause()
-        grad_NC = None
-        messages = reversed(range(self.exchange.num_messages))
-        for index, summed in zip(messages, flight.wait(self.recorder), strict=True):
-            grad_NC = self.exchange.take_back(own_NC, summed, index, out=grad_NC, num_rows=num_rows)
-        assert grad_NC is not None, "every exchange has a message"
-        return grad_NC
-
-    def _note_without_peers(self) -> None:
-        """Note an exchange that this rank, alone on its host, has no part in: all ranks note as many, in one order."""
-        if self.is_alone:
-            with self.recorder.position.waiting(f"{self.layer}.host_exchange"):
-                pass
-
-    # --- Attention.
 
     def inner(self, q_NHK: Tensor, own_N2D: Tensor, table_BH: Tensor | None) -> tuple[Attended, Tensor | None]:
         """Return attention over edges between own rows, and the bias of all edges where a backward pass may follow."""
@@ -223,24 +142,6 @@ class Overlap:
         return len(q_NHK), len(kv_M2D), edges.num_edges, of_targets, of_sources, *q_NHK.shape[1:]
 
 
-@dataclass(kw_only=True)
-class Flight:
-    """An exchange between its start and its end.
-
-    Attributes:
-        sent: messages of the pass under way, in order of sending.
-        received: what they bring forward, or, backward, what they were made of; in the number format of messages.
-    """
-
-    sent: list[Sent]
-    received: Tensor
-
-    def wait(self, recorder: Recorder) -> list[Tensor]:
-        """Return what the messages bring."""
-        sent, self.sent = self.sent, []
-        return [message.wait(recorder) for message in sent]
-
-
 def attend_overlapped(q_ND: Tensor, kv_N2D: Tensor, table_BH: Tensor | None, overlap: Overlap) -> Tensor:
     """Return attention over all edges into own rows, [N, D], where keys and values travel.
 
@@ -268,13 +169,13 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q_ND: Tensor, kv_N2D: Tensor, table_BH: Tensor | None, overlap: Overlap) -> Tensor:
-        kv_M2D, arrival_M2D = overlap.new_sources(kv_N2D, kv_N2D.shape[1], own=True)
-        front = kv_M2D[: len(kv_N2D)] if overlap.has_own_rows else None
-        flight = overlap.start(kv_N2D, arrival_M2D, front=front)
+        kv_M2D, arrival_M2D = overlap.exchange.new_sources(kv_N2D, kv_N2D.shape[1], own=True)
+        front = kv_M2D[: len(kv_N2D)] if overlap.exchange.has_own_rows else None
+        flight = overlap.exchange.start(kv_N2D, arrival_M2D, front=front)
         q_NHK = overlap.heads_of(q_ND)
         whole, bias_EH = overlap.inner(q_NHK, kv_N2D if front is None else front, table_BH)
         outer_bias_EH = overlap.outer_bias(table_BH)
-        overlap.finish(flight, kv_N2D, arrival_M2D)
+        overlap.exchange.finish(flight, kv_N2D, arrival_M2D)
         overlap.merge_outer(whole, q_NHK, arrival_M2D, outer_bias_EH)
         ctx.overlap = overlap
         ctx.save_for_backward(q_ND, kv_M2D, table_BH, bias_EH, whole.out, whole.lse, whole.rest)
@@ -287,12 +188,12 @@ class _Attention(torch.autograd.Function):
         whole, q_NHK = Attended(out=out, lse=lse, rest=rest), overlap.heads_of(q_ND)
         grad_NHK, num_rows = overlap.heads_of(gradients[0]), len(q_ND)
         grad_kv_M2D, stats, of_sources = overlap.over_sources(grad_NHK, whole, q_NHK, kv_M2D, bias_EH)
-        num_own = num_rows if overlap.has_own_rows else 0
-        flight = overlap.start_back(grad_kv_M2D[num_own:])
+        num_own = num_rows if overlap.exchange.has_own_rows else 0
+        flight = overlap.exchange.start_back(grad_kv_M2D[num_own:])
         grad_q_ND, of_targets = overlap.over_targets(grad_NHK, stats, whole, q_NHK, kv_M2D, bias_EH)
         grad_table_BH = overlap.of_table(table_BH, of_sources, of_targets)
-        own_N2D = grad_kv_M2D[:num_own] if overlap.has_own_rows else None
-        return grad_q_ND, overlap.finish_back(flight, own_N2D, num_rows), grad_table_BH, None
+        own_N2D = grad_kv_M2D[:num_own] if overlap.exchange.has_own_rows else None
+        return grad_q_ND, overlap.exchange.finish_back(flight, own_N2D, num_rows), grad_table_BH, None
 
 
 class _AttentionOfRows(torch.autograd.Function):
@@ -301,17 +202,17 @@ class _AttentionOfRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, weight: Tensor, table_BH: Tensor | None, overlap: Overlap) -> Tensor:
         num_rows, width = x_ND.shape
-        _, x_MD = overlap.new_sources(x_ND, width, own=False)
-        flight = overlap.start(x_ND, x_MD)
+        _, x_MD = overlap.exchange.new_sources(x_ND, width, own=False)
+        flight = overlap.exchange.start(x_ND, x_MD)
         projected = _Projection(overlap, weight)
         q_ND = projected.forward("query", x_ND, slice(0, width), x_ND.new_empty(num_rows, width))
-        kv_M2D, arrival_M2D = overlap.new_sources(x_ND, 2 * width, own=True)
-        own_N2D = kv_M2D[:num_rows] if overlap.has_own_rows else x_ND.new_empty(num_rows, 2 * width)
+        kv_M2D, arrival_M2D = overlap.exchange.new_sources(x_ND, 2 * width, own=True)
+        own_N2D = kv_M2D[:num_rows] if overlap.exchange.has_own_rows else x_ND.new_empty(num_rows, 2 * width)
         projected.forward("key_value", x_ND, slice(width, None), own_N2D)
         q_NHK = overlap.heads_of(q_ND)
         whole, bias_EH = overlap.inner(q_NHK, own_N2D, table_BH)
         outer_bias_EH = overlap.outer_bias(table_BH)
-        overlap.finish(flight, x_ND, x_MD)
+        overlap.exchange.finish(flight, x_ND, x_MD)
         projected.forward("key_value_halo", x_MD, slice(width, None), arrival_M2D)
         overlap.merge_outer(whole, q_NHK, arrival_M2D, outer_bias_EH)
         ctx.overlap = overlap
@@ -325,17 +226,17 @@ class _AttentionOfRows(torch.autograd.Function):
         whole, q_NHK = Attended(out=out, lse=lse, rest=rest), overlap.heads_of(q_ND)
         grad_NHK, (num_rows, width) = overlap.heads_of(gradients[0]), x_ND.shape
         grad_kv_M2D, stats, of_sources = overlap.over_sources(grad_NHK, whole, q_NHK, kv_M2D, bias_EH)
-        num_own = num_rows if overlap.has_own_rows else 0
+        num_own = num_rows if overlap.exchange.has_own_rows else 0
         projected, grad_weight = _Projection(overlap, weight), torch.zeros_like(weight)
         grad_x_MD = projected.backward("key_value_halo", grad_kv_M2D[num_own:], x_MD, slice(width, None), grad_weight)
-        flight = overlap.start_back(grad_x_MD)
+        flight = overlap.exchange.start_back(grad_x_MD)
         grad_q_ND, of_targets = overlap.over_targets(grad_NHK, stats, whole, q_NHK, kv_M2D, bias_EH)
         grad_table_BH = overlap.of_table(table_BH, of_sources, of_targets)
         grad_x_ND = projected.backward("query", grad_q_ND, x_ND, slice(0, width), grad_weight)
-        if overlap.has_own_rows:
+        if overlap.exchange.has_own_rows:
             of_keys = grad_kv_M2D[:num_own]
             projected.backward("key_value", of_keys, x_ND, slice(width, None), grad_weight, onto=grad_x_ND)
-        return overlap.finish_back(flight, grad_x_ND, num_rows), grad_weight, grad_table_BH, None
+        return overlap.exchange.finish_back(flight, grad_x_ND, num_rows), grad_weight, grad_table_BH, None
 
 
 @dataclass(frozen=True)

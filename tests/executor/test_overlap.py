@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import executor.overlap
+from executor.apart import ApartExchange
 from executor.attention.edges import edge_attention
 from executor.attention.graph import EdgeGraph
 from executor.exchange import ExchangeLayout, RowExchange
@@ -64,11 +65,14 @@ def overlap_of(
         rows_per_message=rows_per_message,
     )
     return Overlap(
-        exchange=RowExchange(
-            exchange=Exchange.HALO, layout=layout, recorder=recorder, layer="layer0", dtype=dtype, wire=dtype
+        exchange=ApartExchange(
+            exchange=RowExchange(
+                exchange=Exchange.HALO, layout=layout, recorder=recorder, layer="layer0", dtype=dtype, wire=dtype
+            ),
+            inside=None,
+            is_alone=False,
+            graph_rank=0,
         ),
-        inside=None,
-        is_alone=False,
         edges=WHOLE,
         bucket_E=BUCKETS["whole"],
         halves=EdgeHalves(
@@ -79,7 +83,6 @@ def overlap_of(
         ),
         recorder=recorder,
         layer="layer0",
-        graph_rank=0,
         num_heads=HEADS,
         keeps=True,
     )
