@@ -1,7 +1,7 @@
 """Lowers a layer's attention with its exchange: from the normed rows to what attention made of them.
 
-`executor/exchange.py`, `executor/apart.py`, `executor/overlap.py` and `executor/heads.py` run these tasks under the same
-names.
+`executor/exchange.py`, `executor/apart.py`, `executor/overlap.py` and `executor/heads.py` run these tasks under the
+same names.
 """
 
 from collections.abc import Iterator
