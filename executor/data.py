@@ -62,7 +62,7 @@ class RankData:
         sparse: sparse features, fp32; None when features are dense.
         edges: the edges as each exchange of the plan numbers the sources; those of all ranks for an exchange of heads.
         degree_bucket_E: bucket of each edge's source by its degree in the whole graph; None where no bias needs it.
-        halves: for exchanges that overlap with attention, the edges in two sets instead.
+        halves: for exchanges that overlap with attention, the edges in two sets too, over which attention runs forward.
         group_degree_bucket_E: as `degree_bucket_E`, of the edges of all ranks.
         graph_rank: this rank in its group.
         layout: what is sent and received.
@@ -105,9 +105,14 @@ class RankData:
 
     @property
     def all_edges(self) -> list[EdgeGraph]:
-        """All edges as layers attend along them: of each layer, or of each exchange or both its halves."""
+        """All edges as layers attend along them: of each layer, or of each exchange and both its halves."""
         halves = [half for both in self.halves.values() for half in (both.inner, both.outer)]
-        return [*self.edges.values(), *halves, *(layer.edges for layer in self.layers)]
+        return [*self.whole_edges, *halves]
+
+    @property
+    def whole_edges(self) -> list[EdgeGraph]:
+        """The edges along which gradients flow: of each layer, or of each exchange, whole."""
+        return [*self.edges.values(), *(layer.edges for layer in self.layers)]
 
     def batch_shape(self, num_graph_nodes: int) -> tuple[int, ...]:
         """Return the shape of the task that made this batch, counted."""
@@ -119,9 +124,8 @@ class RankData:
     def _num_made_edges(self) -> int:
         """Return the edges of all layers of samples, else those into own rows, and of all ranks where heads travel."""
         own = [graph for exchange, graph in self.edges.items() if exchange is not Exchange.HEAD_ALL_TO_ALL][:1]
-        halves = [half for both in list(self.halves.values())[:1] for half in (both.inner, both.outer)]
         group = [graph for exchange, graph in self.edges.items() if exchange is Exchange.HEAD_ALL_TO_ALL]
-        graphs = [layer.edges for layer in self.layers] or [*(own or halves), *group]
+        graphs = [layer.edges for layer in self.layers] or [*own, *group]
         return sum(graph.num_edges for graph in graphs)
 
 
@@ -339,7 +343,7 @@ def build_rank_data(
             exchange: topologies[exchange].edge_graph(
                 exchange, group_edges if exchange is Exchange.HEAD_ALL_TO_ALL else None
             )
-            for exchange in exchanges - halved
+            for exchange in exchanges
         },
         degree_bucket_E=topology.buckets(local.source_global_E),
         halves={exchange: topologies[exchange].edge_halves(exchange) for exchange in halved},
@@ -429,9 +433,13 @@ def build_sampled_data(
 def prepare_attention(data: RankData) -> RankData:
     """Return a batch after making what attention needs of its edges, which would else be made inside the step."""
     for graph in data.all_edges:
-        _ = graph.num_edges_of_long_rows, graph.transpose
+        _ = graph.num_edges_of_long_rows
         if graph.device.type == "cuda":
-            _ = graph.work, graph.transpose.work
+            _ = graph.work
+    for graph in data.whole_edges:
+        _ = graph.transpose
+        if graph.device.type == "cuda":
+            _ = graph.transpose.work
     return data
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from executor.attention.parts import add_rows_
 from executor.compat import all_gather_single, reduce_scatter_single
 from executor.record import Mark, Recorder
 from simulator.exchanges import message_name, num_messages, rows_in_message
@@ -183,31 +184,41 @@ class RowExchange:
         """Return the gradients of own rows with those that one message brought; messages come last first.
 
         Args:
-            grad_NC: gradients from this rank itself; None without any.
+            grad_NC: gradients from this rank itself, contiguous, which are added to in place; None without any.
             summed: what the message brought.
             out: what this function returned for the message before; None for the first.
         """
+        layout = self.layout
         if self.converts:
             summed = self._cast("narrow", index, summed, self.dtype, Phase.BACKWARD)
         name, columns = self._name("pack", index), summed.shape[1]
         if self.exchange is Exchange.HALO:
             assert grad_NC is not None, "a halo's own rows have gradients of their own"
-            row_S = self.layout.send_row_S[self._sent_rows(index)]
-            shape = (num_rows if out is None else 0, len(row_S), columns)
-            with self.recorder.task(name, TaskKind.HALO_PACK, Phase.BACKWARD, shape):
-                return grad_NC.index_add(0, row_S, summed) if out is None else out.index_add_(0, row_S, summed)
+            row_S = layout.send_row_S[self._sent_rows(index)]
+            with self.recorder.task(name, TaskKind.HALO_PACK, Phase.BACKWARD, (0, len(row_S), columns)):
+                add_rows_(grad_NC, row_S, summed, layout.in_message(layout.rows_to, index))
+            return grad_NC
         own = self._own_rows(index, num_rows)
         num_own = own.stop - own.start
         if grad_NC is None and self.num_messages == 1:
             with self.recorder.task(name, TaskKind.PAD_ROWS, Phase.BACKWARD, (num_own, *summed.shape)):
                 return summed[:num_own]
         with self.recorder.task(name, TaskKind.COPY_ROWS, Phase.BACKWARD, (num_own, columns)):
+            if grad_NC is not None:
+                grad_NC[own].add_(summed[:num_own])
+                return grad_NC
             out = summed.new_empty(num_rows, columns) if out is None else out
-            if grad_NC is None:
-                out[own].copy_(summed[:num_own])
-            else:
-                torch.add(grad_NC[own], summed[:num_own], out=out[own])
+            out[own].copy_(summed[:num_own])
         return out
+
+    def restore_own(self, rows_NC: Tensor, arrival_MC: Tensor, graph_rank: int) -> None:
+        """Write own rows over what an all-gather brought of them in a number format with fewer digits."""
+        layout, phase = self.layout, self.recorder.phase
+        with self.recorder.task(f"{self.layer}.own_rows", TaskKind.COPY_ROWS, phase, tuple(rows_NC.shape)):
+            for index in range(self.num_messages):
+                own = self._own_rows(index, len(rows_NC))
+                first = self._received(index).start + graph_rank * layout.in_message([layout.max_rows], index)[0]
+                arrival_MC[first : first + own.stop - own.start].copy_(rows_NC[own])
 
     def widen(self, received: Tensor, phase: Phase, *, out: Tensor | None = None) -> Tensor:
         """Return what arrived in the number format of rows; backward, gradients in that of messages."""
@@ -301,28 +312,48 @@ class _Exchanged(torch.autograd.Function):
         # Own rows come first in what a halo exchange gives; an all-gather brings them too.
         num_own = num_rows if exchange.exchange is Exchange.HALO else 0
         all_rows = rows_NC.new_empty(num_own + exchange.num_received, columns)
-        arrival = all_rows[num_own:]
-        received = arrival.new_empty(arrival.shape, dtype=exchange.wire) if exchange.converts else arrival
-        for index in range(exchange.num_messages):
-            front = all_rows[:num_own] if num_own > 0 or exchange.exchange is Exchange.HALO else None
-            exchange.send(rows_NC, received, index, front=front if index == 0 else None)
-        if exchange.converts:
-            exchange.widen(received, exchange.recorder.phase, out=arrival)
+        front = all_rows[:num_own] if exchange.exchange is Exchange.HALO else None
+        bring_rows(rows_NC, all_rows[num_own:], exchange, front=front)
         return all_rows
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (grad_MC,) = gradients
+        # Nobody else has them: they come from attention, or from the second exchange of a hierarchical one.
+        grad_MC = gradients[0].contiguous()
         exchange, num_rows = ctx.exchange, ctx.num_rows
-        is_halo = exchange.exchange is Exchange.HALO
-        own, received = (grad_MC[:num_rows], grad_MC[num_rows:]) if is_halo else (None, grad_MC)
-        received = exchange.widen(received, Phase.BACKWARD) if exchange.converts else received.contiguous()
-        grad_NC = None
-        for index in reversed(range(exchange.num_messages)):
-            sent = exchange.send_back(received, index)
-            grad_NC = exchange.take_back(own, sent.output, index, out=grad_NC, num_rows=num_rows)
-        assert grad_NC is not None, "every exchange has a message"
-        return grad_NC, None
+        if exchange.exchange is Exchange.HALO:
+            return return_gradients(grad_MC[:num_rows], grad_MC[num_rows:], exchange, num_rows), None
+        return return_gradients(None, grad_MC, exchange, num_rows), None
+
+
+def bring_rows(rows_NC: Tensor, arrival_MC: Tensor, exchange: RowExchange, *, front: Tensor | None = None) -> None:
+    """Write the rows that an exchange brings.
+
+    Args:
+        arrival_MC: contiguous room for what arrives, in the number format of rows.
+        front: gets the own rows too.
+    """
+    received = arrival_MC.new_empty(arrival_MC.shape, dtype=exchange.wire) if exchange.converts else arrival_MC
+    for index in range(exchange.num_messages):
+        exchange.send(rows_NC, received, index, front=front if index == 0 else None)
+    if exchange.converts:
+        exchange.widen(received, exchange.recorder.phase, out=arrival_MC)
+
+
+def return_gradients(own_NC: Tensor | None, grad_MC: Tensor, exchange: RowExchange, num_rows: int) -> Tensor:
+    """Return the gradients of own rows with those of the rows that an exchange brought, which their ranks send back.
+
+    Args:
+        own_NC: gradients from this rank itself, contiguous, which are added to in place; None without any.
+        grad_MC: gradients of what arrived, contiguous.
+    """
+    grad_MC = exchange.widen(grad_MC, Phase.BACKWARD) if exchange.converts else grad_MC
+    grad_NC = None
+    for index in reversed(range(exchange.num_messages)):
+        sent = exchange.send_back(grad_MC, index)
+        grad_NC = exchange.take_back(own_NC, sent.output, index, out=grad_NC, num_rows=num_rows)
+    assert grad_NC is not None, "every exchange has a message"
+    return grad_NC
 
 
 def all_to_all(

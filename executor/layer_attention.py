@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from executor import operations
-from executor.attention.graph import EdgeGraph
+from executor.apart import ApartExchange
 from executor.data import RankData
 from executor.dense import Weights
-from executor.exchange import RowExchange, exchange_rows
+from executor.exchange import ExchangeLayout, RowExchange, exchange_rows
 from executor.heads import HeadExchange, heads_to_nodes, nodes_to_heads
-from executor.overlap import MERGE, Flight, await_exchange, boundary_queries, start_exchange
+from executor.overlap import Overlap, attend_overlapped, attend_overlapped_rows
 from executor.position import Position
 from executor.record import Recorder
 from simulator.specs.plan import Exchange
@@ -60,17 +60,12 @@ class LayerAttention:
 
     def overlapped(self, q_ND: Tensor, kv_N2D: Tensor) -> Tensor:
         """Return attention over edges between own rows, while others travel, merged with that over the other edges."""
-        q_ND, last_BD = self._boundary(q_ND)
-        kv_N2D, received, flight = start_exchange(kv_N2D, self._row_exchange())
-        return self._both_parts(q_ND, last_BD, kv_N2D, received, flight)
+        return attend_overlapped(q_ND, kv_N2D, self.weights.get("edge_bias"), self._overlap())
 
     def overlapped_rows(self, x_ND: Tensor) -> Tensor:
         """Return the same, where normed rows travel: the projection of own rows overlaps too."""
-        x_ND, received, flight = start_exchange(x_ND, self._row_exchange())
-        weight = self.weights["query_key_value.weight"]
-        q_ND, kv_N2D = self.recorder.run(f"{self.layer}.query_key_value", operations.PROJECTION, x_ND, weight)
-        q_ND, last_BD = self._boundary(q_ND)
-        return self._both_parts(q_ND, last_BD, kv_N2D, received, flight, received_weight=weight)
+        weight, table_BH = self.weights["query_key_value.weight"], self.weights.get("edge_bias")
+        return attend_overlapped_rows(x_ND, weight, table_BH, self._overlap())
 
     def by_heads(self, q_ND: Tensor, kv_N2D: Tensor) -> Tensor:
         """Return attention of own heads over the edges of all ranks, brought back to own rows."""
@@ -98,46 +93,11 @@ class LayerAttention:
             out_GD = q_GD if table_BH is None else q_GD + table_BH[:, :0].sum()
         return heads_to_nodes(out_GD, exchange)
 
-    def _both_parts(
-        self,
-        q_ND: Tensor,
-        last_BD: Tensor,
-        kv_N2D: Tensor,
-        received: Tensor,
-        flight: Flight,
-        *,
-        received_weight: Tensor | None = None,
-    ) -> Tensor:
-        """Return attention over inner edges, then, when rows have arrived, over outer ones, and the merge of both.
-
-        Args:
-            last_BD: queries of the rows with outer edges.
-            received_weight: makes keys and values of what arrives; None if these arrive themselves.
-        """
-        halves = self.data.halves[self.exchange]
-        table_BH = self.weights.get("edge_bias")
-        bias_EH = self._bias("_interior", table_BH, halves.inner_bucket_E)
-        inner = self._part("_interior", q_ND, kv_N2D, bias_EH, halves.inner)
-        bias_EH = self._bias("_halo", table_BH, halves.outer_bucket_E)
-        rows_MC = self._passed_on(await_exchange(received, flight))
-        if received_weight is not None:
-            rows_MC = self.recorder.run(f"{self.layer}.key_value", operations.KEY_VALUE, rows_MC, received_weight)
-        outer = self._part("_halo", last_BD, rows_MC, bias_EH, halves.outer)
-        merged_NHK: Tensor = self.recorder.run(f"{self.layer}.merge", MERGE, inner, outer)
-        return merged_NHK.flatten(1)
-
     def _attend(self, q_ND: Tensor, kv_M2D: Tensor) -> Tensor:
         edges, bucket_E = self.data.attended(self.index, self.exchange)
         bias_EH = self._bias("", self.weights.get("edge_bias"), bucket_E)
         return self.recorder.run(  # type: ignore[no-any-return]
             f"{self.layer}.attention", operations.ATTENTION, q_ND, kv_M2D, bias_EH, edges, self.num_heads
-        )
-
-    def _part(
-        self, suffix: str, q_ND: Tensor, kv_M2D: Tensor, bias_EH: Tensor | None, edges: EdgeGraph
-    ) -> tuple[Tensor, Tensor]:
-        return self.recorder.run(  # type: ignore[no-any-return]
-            f"{self.layer}.attention{suffix}", operations.ATTENTION_PART, q_ND, kv_M2D, bias_EH, edges, self.num_heads
         )
 
     def _bias(self, suffix: str, table_BH: Tensor | None, bucket_E: Tensor | None) -> Tensor | None:
@@ -147,9 +107,24 @@ class LayerAttention:
             f"{self.layer}.edge_bias{suffix}", operations.EDGE_BIAS, table_BH, bucket_E
         )
 
-    def _boundary(self, q_ND: Tensor) -> tuple[Tensor, Tensor]:
-        num_boundary = self.data.halves[self.exchange].outer.num_targets
-        return boundary_queries(q_ND, num_boundary, self.recorder, self.layer)
+    def _overlap(self) -> Overlap:
+        hosts = self.data.hosts if self.exchange is Exchange.HIERARCHICAL_HALO else None
+        is_alone = hosts is not None and len(hosts.inside.ranks) == 1
+        return Overlap(
+            exchange=ApartExchange(
+                exchange=self._row_exchange(),
+                inside=None if hosts is None or is_alone else self._host_exchange(hosts.inside),
+                is_alone=is_alone,
+                graph_rank=self.data.graph_rank,
+            ),
+            edges=self.data.edges[self.exchange],
+            bucket_E=self.data.degree_bucket_E,
+            halves=self.data.halves[self.exchange],
+            recorder=self.recorder,
+            layer=self.layer,
+            num_heads=self.num_heads,
+            keeps=torch.is_grad_enabled(),
+        )
 
     def _exchanged(self, rows_NC: Tensor) -> Tensor:
         return self._passed_on(exchange_rows(rows_NC, self._row_exchange()))
@@ -165,7 +140,11 @@ class LayerAttention:
         if len(hosts.inside.ranks) == 1:
             note_without_peers(rows_MC, self.recorder.position, f"{self.layer}.host_exchange")
             return rows_MC
-        return exchange_rows(rows_MC, replace(self._row_exchange(), layout=hosts.inside, prefix="host_"))
+        return exchange_rows(rows_MC, self._host_exchange(hosts.inside))
+
+    def _host_exchange(self, inside: ExchangeLayout) -> RowExchange:
+        """Return the exchange inside the host."""
+        return replace(self._row_exchange(), layout=inside, prefix="host_")
 
     def _row_exchange(self) -> RowExchange:
         exchange, layout = self.exchange, self.data.layout

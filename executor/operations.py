@@ -153,17 +153,6 @@ def _attention(q_ND: Tensor, kv_M2D: Tensor, edge_bias_EH: Tensor | None, graph:
     return out_NHK.view(-1, width)
 
 
-def _attention_part(
-    q_ND: Tensor, kv_M2D: Tensor, edge_bias_EH: Tensor | None, graph: EdgeGraph, num_heads: int
-) -> tuple[Tensor, Tensor]:
-    """Return attention over some of the edges, [N, H, K], and its log-sum-exp, for a merge with that over others."""
-    head_size = q_ND.shape[1] // num_heads
-    q_NHK = q_ND.view(-1, num_heads, head_size)
-    k_MHK, v_MHK = kv_M2D.view(-1, 2, num_heads, head_size).unbind(1)
-    out_NHK, lse_NH = edge_attention(q_NHK, k_MHK, v_MHK, graph, edge_bias=edge_bias_EH, return_lse=True)
-    return out_NHK, lse_NH
-
-
 def _loss(logits_NC: Tensor, row_T: Tensor, label_T: Tensor, num_labelled: int) -> Tensor:
     """Return the sum of cross entropies over this rank's labelled rows, over the labelled rows of all ranks."""
     logits_TC = logits_NC.index_select(0, row_T).float()
@@ -224,7 +213,6 @@ def _attention_shape(
 
 
 ATTENTION = Operation(kind=TaskKind.ATTENTION, function=_attention, shape=_attention_shape)
-ATTENTION_PART = Operation(kind=TaskKind.ATTENTION, function=_attention_part, shape=_attention_shape)
 LOSS = Operation(
     kind=TaskKind.LOSS,
     function=_loss,

@@ -1,191 +1,279 @@
-"""Attention over own rows while rows of others are on their way, and the merge of both parts.
+"""A layer's attention over own rows while rows of others are on their way, in one node of autograd.
 
-Two autograd functions start and await an exchange. Autograd runs nodes in the reverse order of their making, so
-backward the node that awaited starts the way of the gradients, and the node that started awaits them: what was made
-between the two runs meanwhile, forward and back. On GPUs a collective runs on a stream of its own, waits for what was
-launched before its call, and `Work.wait` lets later kernels wait for it, not the host; until then a `Sent` keeps its
-tensors alive, so none of their memory is given away while the other stream uses it.
+Forward, attention over edges between own rows runs meanwhile; that over the other edges follows once rows have arrived,
+and is merged into the first. Backward, the gradients of keys and values come first, from one pass over the sources of
+all edges; those of the rows of others travel while the pass over targets gives the gradients of queries. On GPUs a
+collective runs on a stream of its own, waits for what was launched before its call, and `Work.wait` lets later kernels
+wait for it, not the host; until then a `Sent` keeps its tensors alive, so none of their memory is given away while the
+other stream uses it.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from executor.exchange import RowExchange, Sent
-from executor.operations import Operation
+from executor.apart import ApartExchange
+from executor.attention.graph import EdgeGraph
+from executor.attention.parts import (
+    Attended,
+    attend_part,
+    backward_sources,
+    backward_targets,
+    merge_into,
+    row_stats,
+)
+from executor.operations import EDGE_BIAS
 from executor.record import Recorder
+from executor.topology import EdgeHalves
 from simulator.specs.program import Phase, TaskKind
 
 
-@dataclass(kw_only=True)
-class Flight:
-    """An exchange between its start and its end.
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """What an overlapped attention needs beside its tensors.
 
     Attributes:
-        sent: messages of the pass under way, in order of sending.
+        exchange: which overlaps.
+        edges: all edges into own rows; sources are own rows and behind them those of others, or what an all-gather
+            brings.
+        bucket_E: buckets of their sources by degree; None where no bias needs them.
+        halves: the same edges in two sets.
+        keeps: whether a backward pass may follow.
     """
 
-    exchange: RowExchange
-    sent: list[Sent] = field(default_factory=list)
+    exchange: ApartExchange
+    edges: EdgeGraph
+    bucket_E: Tensor | None
+    halves: EdgeHalves
+    recorder: Recorder
+    layer: str
+    num_heads: int
+    keeps: bool
 
-    def wait(self) -> list[Tensor]:
-        """Return what the messages bring."""
-        sent, self.sent = self.sent, []
-        return [message.wait(self.exchange.recorder) for message in sent]
+    def inner(self, q_NHK: Tensor, own_N2D: Tensor, table_BH: Tensor | None) -> tuple[Attended, Tensor | None]:
+        """Return attention over edges between own rows, and the bias of all edges where a backward pass may follow."""
+        bias_EH = self._bias("_interior", table_BH, self.halves.inner_bucket_E)
+        whole = self._part("_interior", q_NHK, own_N2D, bias_EH, self.halves.inner)
+        del bias_EH
+        return whole, self._bias("", table_BH, self.bucket_E) if self.keeps else None
 
+    def outer_bias(self, table_BH: Tensor | None) -> Tensor | None:
+        """Return the bias of edges from rows of others."""
+        return self._bias("_halo", table_BH, self.halves.outer_bucket_E)
 
-def start_exchange(rows_NC: Tensor, exchange: RowExchange) -> tuple[Tensor, Tensor, Flight]:
-    """Return own rows to go on with, room for those of others, and the flight.
+    def merge_outer(self, whole: Attended, q_NHK: Tensor, arrival_M2D: Tensor, bias_EH: Tensor | None) -> None:
+        """Attend over edges from rows of others too, which the last rows alone have."""
+        first_row = len(q_NHK) - self.halves.outer.num_targets
+        part = self._part("_halo", q_NHK[first_row:], arrival_M2D, bias_EH, self.halves.outer)
+        shape = (len(q_NHK), *part.out.shape)
+        with self.recorder.task(f"{self.layer}.merge", TaskKind.MERGE, self.recorder.phase, shape):
+            merge_into(whole, part, first_row)
 
-    What stands in the room is undefined before `await_exchange`. Every rank of the group must call this, also one
-    without rows.
-    """
-    flight = Flight(exchange=exchange)
-    own_NC, received_MC = _Started.apply(rows_NC, flight)  # type: ignore[no-untyped-call]
-    return own_NC, received_MC, flight
+    def over_sources(
+        self, grad_NHK: Tensor, whole: Attended, q_NHK: Tensor, kv_M2D: Tensor, bias_EH: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the gradients of keys and values side by side, what `over_targets` needs, and the bias's if here."""
+        k_MHK, v_MHK = self._keys_and_values(kv_M2D)
+        shape = self._shape(self.edges, q_NHK, kv_M2D)
+        name = f"{self.layer}.attention_sources"
+        with self.recorder.task(name, TaskKind.ATTENTION_SOURCES, Phase.BACKWARD, shape):
+            stats = row_stats(grad_NHK, whole)
+            grad_k, grad_v, grad_bias_EH = backward_sources(
+                grad_NHK, stats, whole, q_NHK, k_MHK, v_MHK, bias_EH, self.edges, bias_gradient=bias_EH is not None
+            )
+            grad_kv_M2D = side_by_side(grad_k, grad_v)
+        return grad_kv_M2D, stats, grad_bias_EH
 
+    def over_targets(
+        self,
+        grad_NHK: Tensor,
+        stats: Tensor,
+        whole: Attended,
+        q_NHK: Tensor,
+        kv_M2D: Tensor,
+        bias_EH: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the gradients of queries, [N, D], and the bias's if here."""
+        k_MHK, v_MHK = self._keys_and_values(kv_M2D)
+        shape = self._shape(self.edges, q_NHK, kv_M2D)
+        name = f"{self.layer}.attention_targets"
+        with self.recorder.task(name, TaskKind.ATTENTION_TARGETS, Phase.BACKWARD, shape):
+            grad_q, grad_bias_EH = backward_targets(
+                grad_NHK, stats, whole, q_NHK, k_MHK, v_MHK, bias_EH, self.edges, bias_gradient=bias_EH is not None
+            )
+        return grad_q.flatten(1), grad_bias_EH
 
-def await_exchange(received_MC: Tensor, flight: Flight) -> Tensor:
-    """Return the rows that an exchange brings."""
-    out: Tensor = _Arrived.apply(received_MC, flight)  # type: ignore[no-untyped-call]
-    return out
+    def of_table(self, table_BH: Tensor | None, *of_passes: Tensor | None) -> Tensor | None:
+        """Return the gradient of the table of biases from that of each edge, which one of both passes gave."""
+        if table_BH is None or self.bucket_E is None:
+            return None
+        (grad_bias_EH,) = (grad for grad in of_passes if grad is not None)
+        with self.recorder.task(
+            f"{self.layer}.edge_bias", TaskKind.EDGE_BIAS, Phase.BACKWARD, tuple(grad_bias_EH.shape)
+        ):
+            grad_BH: Tensor = torch.ops.aten.index_select_backward(grad_bias_EH, list(table_BH.shape), 0, self.bucket_E)
+        return grad_BH
 
+    def heads_of(self, x_ND: Tensor) -> Tensor:
+        """Return rows by head, [N, H, K]."""
+        x_NHK: Tensor = x_ND.unflatten(1, (self.num_heads, -1))
+        return x_NHK
 
-class _Started(torch.autograd.Function):
-    """Sends rows; backward, awaits the gradients of those that others got."""
+    def _part(self, suffix: str, q_NHK: Tensor, kv_M2D: Tensor, bias_EH: Tensor | None, edges: EdgeGraph) -> Attended:
+        k_MHK, v_MHK = self._keys_and_values(kv_M2D)
+        shape = self._shape(edges, q_NHK, kv_M2D)
+        name = f"{self.layer}.attention{suffix}"
+        with self.recorder.task(name, TaskKind.ATTENTION, self.recorder.phase, shape):
+            return attend_part(q_NHK, k_MHK, v_MHK, bias_EH, edges)
 
-    @staticmethod
-    def forward(ctx: Any, rows_NC: Tensor, flight: Flight) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
-        ctx.flight = flight
-        exchange = flight.exchange
-        received = rows_NC.new_empty(exchange.num_received, rows_NC.shape[1], dtype=exchange.wire)
-        flight.sent = [exchange.send(rows_NC, received, index, async_op=True) for index in range(exchange.num_messages)]
-        return rows_NC.view_as(rows_NC), received
+    def _bias(self, suffix: str, table_BH: Tensor | None, bucket_E: Tensor | None) -> Tensor | None:
+        if table_BH is None:
+            return None
+        return self.recorder.run(f"{self.layer}.edge_bias{suffix}", EDGE_BIAS, table_BH, bucket_E)  # type: ignore[no-any-return]
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None]:
-        own_NC = gradients[0]
-        flight: Flight = ctx.flight
-        assert own_NC is not None, "attention over own rows gives them gradients"
-        exchange, num_rows = flight.exchange, len(own_NC)
-        exchange.recorder.pause()
-        grad_NC = None
-        for index, summed in zip(reversed(range(exchange.num_messages)), flight.wait(), strict=True):
-            grad_NC = exchange.take_back(own_NC, summed, index, out=grad_NC, num_rows=num_rows)
-        assert grad_NC is not None, "every exchange has a message"
-        return grad_NC, None
+    def _keys_and_values(self, kv_M2D: Tensor) -> tuple[Tensor, Tensor]:
+        k_MHK, v_MHK = kv_M2D.unflatten(1, (2, self.num_heads, -1)).unbind(1)
+        return k_MHK, v_MHK
 
-
-class _Arrived(torch.autograd.Function):
-    """Awaits rows; backward, sends their gradients to the owners."""
-
-    @staticmethod
-    def forward(ctx: Any, received_MC: Tensor, flight: Flight) -> Tensor:
-        ctx.flight = flight
-        flight.wait()
-        exchange = flight.exchange
-        if exchange.converts:
-            return exchange.widen(received_MC, exchange.recorder.phase)
-        return received_MC.view_as(received_MC)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
-        (grad_MC,) = gradients
-        flight: Flight = ctx.flight
-        exchange = flight.exchange
-        grad_MC = exchange.widen(grad_MC, Phase.BACKWARD) if exchange.converts else grad_MC.contiguous()
-        flight.sent = [
-            exchange.send_back(grad_MC, index, async_op=True) for index in reversed(range(exchange.num_messages))
-        ]
-        # The gradients travel; `_Started` takes them from the flight.
-        return None, None
-
-
-def boundary_queries(q_ND: Tensor, num_boundary: int, recorder: Recorder, layer: str) -> tuple[Tensor, Tensor]:
-    """Return all queries and those of the last rows, whose gradients are added in one pass."""
-    all_ND, last_BD = _Tail.apply(q_ND, num_boundary, recorder, layer)  # type: ignore[no-untyped-call]
-    return all_ND, last_BD
-
-
-class _Tail(torch.autograd.Function):
-    """All rows, and the last of them."""
-
-    @staticmethod
-    def forward(ctx: Any, rows_ND: Tensor, num_last: int, recorder: Recorder, layer: str) -> tuple[Tensor, Tensor]:
-        ctx.first_last, ctx.recorder, ctx.layer = len(rows_ND) - num_last, recorder, layer
-        return rows_ND.view_as(rows_ND), rows_ND[len(rows_ND) - num_last :]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        grad_ND, grad_last = gradients
-        first = ctx.first_last
-        shape = tuple(grad_ND.shape)
-        with ctx.recorder.task(f"{ctx.layer}.boundary_queries", TaskKind.COPY_ROWS, Phase.BACKWARD, shape):
-            out_ND = torch.empty_like(grad_ND, memory_format=torch.contiguous_format)
-            out_ND[:first] = grad_ND[:first]
-            torch.add(grad_ND[first:], grad_last, out=out_ND[first:])
-        return out_ND, None, None, None
+    def _shape(self, edges: EdgeGraph, q_NHK: Tensor, kv_M2D: Tensor) -> tuple[int, ...]:
+        of_targets, of_sources = edges.num_edges_of_long_rows
+        return len(q_NHK), len(kv_M2D), edges.num_edges, of_targets, of_sources, *q_NHK.shape[1:]
 
 
-class _Merge(torch.autograd.Function):
-    """`merge_attention` for the last rows, beside the others as they are, without a pass over rows for each step of it.
+def attend_overlapped(q_ND: Tensor, kv_N2D: Tensor, table_BH: Tensor | None, overlap: Overlap) -> Tensor:
+    """Return attention over all edges into own rows, [N, D], where keys and values travel.
 
-    With weights w = exp(lse - lse of both), the output is the sum of w times the outputs; the gradient of an output is
-    w times that of the sum, that of a log-sum-exp w times its product with (output - sum).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, inner_NHK: Tensor, inner_lse_NH: Tensor, outer_BHK: Tensor, outer_lse_BH: Tensor) -> Tensor:
-        first = len(inner_NHK) - len(outer_BHK)
-        inner_lse_BH = inner_lse_NH[first:]
-        both_lse_BH = torch.logaddexp(inner_lse_BH, outer_lse_BH)
-        # A row without any edge has minus infinity everywhere: weights of zero.
-        finite_BH = both_lse_BH.masked_fill(torch.isinf(both_lse_BH), 0.0)
-        inner_weight = torch.exp(inner_lse_BH - finite_BH).unsqueeze(-1)
-        outer_weight = torch.exp(outer_lse_BH - finite_BH).unsqueeze(-1)
-        out_NHK = torch.empty_like(inner_NHK)
-        out_NHK[:first] = inner_NHK[:first]
-        merged_BHK = torch.addcmul(inner_weight * inner_NHK[first:], outer_weight, outer_BHK)
-        out_NHK[first:] = merged_BHK
-        ctx.save_for_backward(inner_NHK, outer_BHK, inner_weight, outer_weight, out_NHK)
-        ctx.first = first
-        return out_NHK
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        (grad_NHK,) = gradients
-        inner_NHK, outer_BHK, inner_weight, outer_weight, out_NHK = ctx.saved_tensors
-        first = ctx.first
-        grad_BHK = grad_NHK[first:]
-        grad_inner_NHK = torch.empty_like(grad_NHK)
-        grad_inner_NHK[:first] = grad_NHK[:first]
-        grad_inner_NHK[first:] = inner_weight * grad_BHK
-        grad_outer_BHK = (outer_weight * grad_BHK).to(grad_NHK.dtype)
-        product_BH = (grad_BHK * out_NHK[first:]).sum(-1, dtype=torch.float32)
-        grad_inner_lse_NH = grad_NHK.new_zeros(grad_NHK.shape[:2], dtype=torch.float32)
-        inner_product_BH = (grad_BHK * inner_NHK[first:]).sum(-1, dtype=torch.float32)
-        grad_inner_lse_NH[first:] = inner_weight.squeeze(-1) * (inner_product_BH - product_BH)
-        outer_product_BH = (grad_BHK * outer_BHK).sum(-1, dtype=torch.float32)
-        grad_outer_lse_BH = outer_weight.squeeze(-1) * (outer_product_BH - product_BH)
-        return grad_inner_NHK, grad_inner_lse_NH, grad_outer_BHK, grad_outer_lse_BH
-
-
-def merge_last_rows(inner: tuple[Tensor, Tensor], outer: tuple[Tensor, Tensor]) -> Tensor:
-    """Return attention over both sets of edges of a rank, [N, H, K].
+    Every rank of the group must call this, also one without rows.
 
     Args:
-        inner: output and log-sum-exp over edges between own rows, of all rows.
-        outer: the same over edges from rows of others, of the last rows, which alone have such edges.
+        table_BH: bias of each bucket and head; None without.
     """
-    out: Tensor = _Merge.apply(*inner, *outer)  # type: ignore[no-untyped-call]
-    return out
+    out_ND: Tensor = _Attention.apply(q_ND, kv_N2D, table_BH, overlap)  # type: ignore[no-untyped-call]
+    return out_ND
 
 
-MERGE = Operation(
-    kind=TaskKind.MERGE,
-    function=merge_last_rows,
-    shape=lambda inner, outer: (len(inner[0]), len(outer[0]), *inner[0].shape[1:]),
-)
+def attend_overlapped_rows(x_ND: Tensor, weight: Tensor, table_BH: Tensor | None, overlap: Overlap) -> Tensor:
+    """Return the same, where normed rows travel and make keys and values here; projections of own rows overlap too.
+
+    Args:
+        weight: of queries, keys and values, [3 D, D].
+    """
+    out_ND: Tensor = _AttentionOfRows.apply(x_ND, weight, table_BH, overlap)  # type: ignore[no-untyped-call]
+    return out_ND
+
+
+class _Attention(torch.autograd.Function):
+    """Attention of queries, where keys and values travel."""
+
+    @staticmethod
+    def forward(ctx: Any, q_ND: Tensor, kv_N2D: Tensor, table_BH: Tensor | None, overlap: Overlap) -> Tensor:
+        kv_M2D, arrival_M2D = overlap.exchange.new_sources(kv_N2D, kv_N2D.shape[1], own=True)
+        front = kv_M2D[: len(kv_N2D)] if overlap.exchange.has_own_rows else None
+        flight = overlap.exchange.start(kv_N2D, arrival_M2D, front=front)
+        q_NHK = overlap.heads_of(q_ND)
+        whole, bias_EH = overlap.inner(q_NHK, kv_N2D if front is None else front, table_BH)
+        outer_bias_EH = overlap.outer_bias(table_BH)
+        overlap.exchange.finish(flight, kv_N2D, arrival_M2D)
+        overlap.merge_outer(whole, q_NHK, arrival_M2D, outer_bias_EH)
+        ctx.overlap = overlap
+        ctx.save_for_backward(q_ND, kv_M2D, table_BH, bias_EH, whole.out, whole.lse, whole.rest)
+        return whole.out.flatten(1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        overlap: Overlap = ctx.overlap
+        q_ND, kv_M2D, table_BH, bias_EH, out, lse, rest = ctx.saved_tensors
+        whole, q_NHK = Attended(out=out, lse=lse, rest=rest), overlap.heads_of(q_ND)
+        grad_NHK, num_rows = overlap.heads_of(gradients[0]), len(q_ND)
+        grad_kv_M2D, stats, of_sources = overlap.over_sources(grad_NHK, whole, q_NHK, kv_M2D, bias_EH)
+        num_own = num_rows if overlap.exchange.has_own_rows else 0
+        flight = overlap.exchange.start_back(grad_kv_M2D[num_own:])
+        grad_q_ND, of_targets = overlap.over_targets(grad_NHK, stats, whole, q_NHK, kv_M2D, bias_EH)
+        grad_table_BH = overlap.of_table(table_BH, of_sources, of_targets)
+        own_N2D = grad_kv_M2D[:num_own] if overlap.exchange.has_own_rows else None
+        return grad_q_ND, overlap.exchange.finish_back(flight, own_N2D, num_rows), grad_table_BH, None
+
+
+class _AttentionOfRows(torch.autograd.Function):
+    """Attention of normed rows, which travel, with the projections to queries, keys and values."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, weight: Tensor, table_BH: Tensor | None, overlap: Overlap) -> Tensor:
+        num_rows, width = x_ND.shape
+        _, x_MD = overlap.exchange.new_sources(x_ND, width, own=False)
+        flight = overlap.exchange.start(x_ND, x_MD)
+        projected = _Projection(overlap, weight)
+        q_ND = projected.forward("query", x_ND, slice(0, width), x_ND.new_empty(num_rows, width))
+        kv_M2D, arrival_M2D = overlap.exchange.new_sources(x_ND, 2 * width, own=True)
+        own_N2D = kv_M2D[:num_rows] if overlap.exchange.has_own_rows else x_ND.new_empty(num_rows, 2 * width)
+        projected.forward("key_value", x_ND, slice(width, None), own_N2D)
+        q_NHK = overlap.heads_of(q_ND)
+        whole, bias_EH = overlap.inner(q_NHK, own_N2D, table_BH)
+        outer_bias_EH = overlap.outer_bias(table_BH)
+        overlap.exchange.finish(flight, x_ND, x_MD)
+        projected.forward("key_value_halo", x_MD, slice(width, None), arrival_M2D)
+        overlap.merge_outer(whole, q_NHK, arrival_M2D, outer_bias_EH)
+        ctx.overlap = overlap
+        ctx.save_for_backward(x_ND, x_MD, weight, q_ND, kv_M2D, table_BH, bias_EH, whole.out, whole.lse, whole.rest)
+        return whole.out.flatten(1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        overlap: Overlap = ctx.overlap
+        x_ND, x_MD, weight, q_ND, kv_M2D, table_BH, bias_EH, out, lse, rest = ctx.saved_tensors
+        whole, q_NHK = Attended(out=out, lse=lse, rest=rest), overlap.heads_of(q_ND)
+        grad_NHK, (num_rows, width) = overlap.heads_of(gradients[0]), x_ND.shape
+        grad_kv_M2D, stats, of_sources = overlap.over_sources(grad_NHK, whole, q_NHK, kv_M2D, bias_EH)
+        num_own = num_rows if overlap.exchange.has_own_rows else 0
+        projected, grad_weight = _Projection(overlap, weight), torch.zeros_like(weight)
+        grad_x_MD = projected.backward("key_value_halo", grad_kv_M2D[num_own:], x_MD, slice(width, None), grad_weight)
+        flight = overlap.exchange.start_back(grad_x_MD)
+        grad_q_ND, of_targets = overlap.over_targets(grad_NHK, stats, whole, q_NHK, kv_M2D, bias_EH)
+        grad_table_BH = overlap.of_table(table_BH, of_sources, of_targets)
+        grad_x_ND = projected.backward("query", grad_q_ND, x_ND, slice(0, width), grad_weight)
+        if overlap.exchange.has_own_rows:
+            of_keys = grad_kv_M2D[:num_own]
+            projected.backward("key_value", of_keys, x_ND, slice(width, None), grad_weight, onto=grad_x_ND)
+        return overlap.exchange.finish_back(flight, grad_x_ND, num_rows), grad_weight, grad_table_BH, None
+
+
+@dataclass(frozen=True)
+class _Projection:
+    """Products with some rows of the weight of queries, keys and values."""
+
+    overlap: Overlap
+    weight: Tensor
+
+    def forward(self, task: str, x_ND: Tensor, part: slice, out: Tensor) -> Tensor:
+        """Return `out`, which gets the product."""
+        shape = (*x_ND.shape, out.shape[1])
+        with self._task(task, self.overlap.recorder.phase, shape):
+            torch.mm(x_ND, self.weight[part].to(x_ND.dtype).t(), out=out)
+        return out
+
+    def backward(
+        self, task: str, grad: Tensor, x_ND: Tensor, part: slice, grad_weight: Tensor, *, onto: Tensor | None = None
+    ) -> Tensor:
+        """Return the gradient of `x_ND`, added to `onto` in place if given; that of the weight is added."""
+        with self._task(task, Phase.BACKWARD, (*x_ND.shape, grad.shape[1])):
+            grad_weight[part].add_(torch.mm(grad.t(), x_ND))
+            grad_x_ND = torch.mm(grad, self.weight[part].to(x_ND.dtype))
+            return grad_x_ND if onto is None else onto.add_(grad_x_ND)
+
+    def _task(self, task: str, phase: Phase, shape: tuple[int, ...]) -> Any:
+        overlap = self.overlap
+        return overlap.recorder.task(f"{overlap.layer}.{task}", TaskKind.PROJECTION, phase, shape)
+
+
+def side_by_side(grad_k: Tensor, grad_v: Tensor) -> Tensor:
+    """Return the gradients of keys and values as rows of both, [M, 2 D]: without a copy where they lie so already."""
+    num_rows, width = len(grad_k), grad_k[0].numel() if len(grad_k) else grad_k.shape[1] * grad_k.shape[2]
+    strides = (2 * width, grad_k.shape[2], 1)
+    lie_so = grad_k.stride() == strides == grad_v.stride() and (
+        grad_v.data_ptr() - grad_k.data_ptr() == width * grad_k.element_size()
+    )
+    if lie_so and num_rows > 0:
+        return grad_k.as_strided((num_rows, 2 * width), (2 * width, 1))
+    return torch.stack([grad_k, grad_v], dim=1).view(num_rows, 2 * width)

@@ -55,7 +55,7 @@ from simulator.specs.files import (
     write_trace,
 )
 from simulator.specs.plan import Plan
-from simulator.specs.program import Phase, TaskKind, stream_of
+from simulator.specs.program import ATTENTIONS, Phase, stream_of
 from simulator.specs.trace import Span, Trace, TraceOrigin
 from simulator.timeout import collective_timeout_seconds
 from simulator.workload import beyond_cache_ratio_of
@@ -423,7 +423,7 @@ def with_cache_ratios(trace: Trace, plan: Plan, cluster: ClusterSpec) -> Trace:
     """Return a trace whose attentions say, as the plan does, how many gathered rows come from beyond the cache."""
     spans = tuple(
         replace(span, beyond_cache_ratio=beyond_cache_ratio_of(plan, span.shape, cluster))
-        if span.kind is TaskKind.ATTENTION
+        if span.kind in ATTENTIONS
         else span
         for span in trace.spans
     )

@@ -6,9 +6,11 @@ plus a correction. The line is `a + b * flops + c * bytes`, for attention one in
 The correction is the logarithm of measured over line, interpolated between samples in the space of log shapes, so a
 task of a measured shape costs what was measured, and far from all samples the line alone counts, scaled like the
 nearest of them. Where traces of real steps tell otherwise, that cost is multiplied
-by what they say of shapes like the task's, and far from all their shapes by their median.
+by what they say of shapes like the task's, and far from all their shapes by their median. One pass of attention's
+backward pass costs its share of the law of both.
 """
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable
@@ -21,7 +23,7 @@ from numpy.typing import NDArray
 from simulator.errors import CalibrationError
 from simulator.specs.calibration import Calibration, ComputeSample
 from simulator.specs.cost import TaskCost
-from simulator.specs.program import UPDATES, Phase, Task, TaskKind
+from simulator.specs.program import ATTENTION_PASSES, ATTENTIONS, UPDATES, Phase, Task, TaskKind
 from simulator.specs.units import Dtype
 
 _Key = tuple[TaskKind, Phase, Dtype]
@@ -49,6 +51,8 @@ def task_flops(kind: TaskKind, phase: Phase, shape: tuple[int, ...]) -> float:
         case TaskKind.ATTENTION:
             _, _, edges, _, _, heads, head_size = shape
             return factor * 4 * edges * heads * head_size
+        case TaskKind.ATTENTION_SOURCES | TaskKind.ATTENTION_TARGETS:
+            return 0.5 * task_flops(TaskKind.ATTENTION, phase, shape)
         case TaskKind.LOW_RANK_PROJECT | TaskKind.LOW_RANK_RESTORE:
             elements, _, matrix_rank = shape
             return 2.0 * elements * matrix_rank
@@ -71,7 +75,7 @@ def task_bytes(kind: TaskKind, phase: Phase, shape: tuple[int, ...], dtype: Dtyp
             # Forward writes rows, backward writes weights; each entry reads a row of the other.
             written = columns_in if phase is Phase.BACKWARD else rows
             return 4.0 * columns_out * (entries + written) + 12.0 * entries
-        case TaskKind.ATTENTION:
+        case TaskKind.ATTENTION | TaskKind.ATTENTION_SOURCES | TaskKind.ATTENTION_TARGETS:
             targets, sources, edges, _, _, heads, head_size = shape
             return size * heads * head_size * (2 * targets + 2 * sources + 2 * edges) + 8.0 * edges
         case TaskKind.LOSS:
@@ -86,9 +90,9 @@ def task_bytes(kind: TaskKind, phase: Phase, shape: tuple[int, ...], dtype: Dtyp
             first, rows, edges, features = shape
             return 8.0 * first + 32.0 * rows + 80.0 * edges + 8.0 * features
         case TaskKind.MERGE:
-            rows, merged, heads, head_size = shape
-            # Merged rows are read twice and written once, backward the other way round; the others are copied.
-            return size * heads * head_size * (2.0 * rows + 3.0 * merged)
+            _, merged, heads, head_size = shape
+            # Merged rows are read twice and written once; the others stay as they are.
+            return 3.0 * size * merged * heads * head_size
         case TaskKind.TOP_K_SUM:
             elements, kept, ranks = shape
             return 4.0 * elements + 12.0 * kept * ranks
@@ -125,7 +129,13 @@ class ComputeCosts:
         self._device_name = calibration.device_name
         self._laws: dict[_Key, _Law] = {}
         for key, by_busy in groups.items():
-            self._laws[key] = _law(by_busy, busy_devices)
+            if key[0] not in ATTENTION_PASSES:
+                self._laws[key] = _law(by_busy, busy_devices)
+        for kind, dtype in itertools.product(sorted(ATTENTION_PASSES), Dtype):
+            whole = groups.get((TaskKind.ATTENTION, Phase.BACKWARD, dtype))
+            if whole is not None:
+                key = (kind, Phase.BACKWARD, dtype)
+                self._laws[key] = _law_of_pass(whole, groups.get(key, {}), busy_devices)
         self._priced: dict[tuple[_Key, _Point], tuple[TaskCost, float]] = {}
 
     def price(self, task: Task) -> TaskCost:
@@ -157,6 +167,11 @@ class ComputeCosts:
 
 def _law(by_busy: dict[int, list[ComputeSample]], busy_devices: int) -> _Law:
     """Return the cost of one kind: microbenchmarks of the nearest number of busy devices, traces of that number."""
+    return _as_traced(_law_alone(by_busy, busy_devices), by_busy, busy_devices)
+
+
+def _law_alone(by_busy: dict[int, list[ComputeSample]], busy_devices: int) -> _Law:
+    """Return the cost of one kind by microbenchmarks of the nearest number of busy devices."""
     alone = {
         busy: found
         for busy, samples in by_busy.items()
@@ -164,7 +179,25 @@ def _law(by_busy: dict[int, list[ComputeSample]], busy_devices: int) -> _Law:
     }
     alone = alone or by_busy  # traces alone must serve for both
     nearest = min(alone, key=lambda busy: (abs(math.log(busy / busy_devices)), busy))
-    law = _fit(alone[nearest])
+    return _fit(alone[nearest])
+
+
+def _law_of_pass(
+    whole: dict[int, list[ComputeSample]], by_busy: dict[int, list[ComputeSample]], busy_devices: int
+) -> _Law:
+    """Return the cost of one of the two passes of attention's backward pass: its share of the law of the whole.
+
+    Args:
+        whole: samples of the whole backward pass.
+        by_busy: samples of the pass alone, from traces; without any, what traces say of the whole counts.
+    """
+    law = _law_alone(whole, busy_devices)
+    traced = by_busy if busy_devices in by_busy else whole
+    return _as_traced(replace(law, host_seconds=law.host_seconds / 2), traced, busy_devices)
+
+
+def _as_traced(law: _Law, by_busy: dict[int, list[ComputeSample]], busy_devices: int) -> _Law:
+    """Return a law with what traces of a number of busy devices say."""
     traced = list(_merge(sample for sample in by_busy.get(busy_devices, ()) if sample.is_from_trace))
     if not traced:
         return law
@@ -234,6 +267,8 @@ def _features(work: _Work) -> tuple[float, ...]:
     kind, phase, shape, dtype = work.kind, work.phase, work.shape, work.dtype
     if kind is TaskKind.ATTENTION:
         return attention_features(phase, shape, dtype, _beyond_cache_ratio(work))
+    if kind in ATTENTION_PASSES:
+        return pass_features(kind, shape, dtype, _beyond_cache_ratio(work))
     return 1.0, task_flops(kind, phase, shape), task_bytes(kind, phase, shape, dtype)
 
 
@@ -251,20 +286,38 @@ def attention_features(
         One; rows, rows times heads and their bytes; edges, edges times heads and their bytes in short rows, in long
         rows and from beyond the cache.
     """
-    targets, sources, edges, edges_of_long_targets, edges_of_long_sources, heads, head_size = shape
-    row_bytes = heads * head_size * dtype.num_bytes
-    passes = [(edges_of_long_targets, 2 * row_bytes)]
-    rows, moved_rows = targets, 2 * targets
     if phase is Phase.BACKWARD:
-        passes.append((edges_of_long_sources, 2 * row_bytes + 8 * heads))
-        rows, moved_rows = targets + sources, 4 * (targets + sources)
-    num_edges = edges * len(passes)
-    long_bytes = sum(long_edges * gathered_bytes for long_edges, gathered_bytes in passes)
-    short_bytes = sum((edges - long_edges) * gathered_bytes for long_edges, gathered_bytes in passes)
-    return (
-        *(1.0, rows, rows * heads, moved_rows * row_bytes),
-        *(num_edges, num_edges * heads, short_bytes, long_bytes, beyond_cache_ratio * (short_bytes + long_bytes)),
-    )
+        passes = (pass_features(kind, shape, dtype, beyond_cache_ratio) for kind in sorted(ATTENTION_PASSES))
+        return tuple(map(sum, zip(*passes, strict=True)))
+    targets, _, edges, long_edges, _, heads, head_size = shape
+    row_bytes = heads * head_size * dtype.num_bytes
+    rows = (targets, targets * heads, 2 * targets * row_bytes)
+    return 1.0, *rows, *_edge_features(edges, heads, beyond_cache_ratio, long=long_edges, gathered_bytes=2 * row_bytes)
+
+
+def pass_features(kind: TaskKind, shape: tuple[int, ...], dtype: Dtype, beyond_cache_ratio: float) -> tuple[float, ...]:
+    """Return the share of `attention_features` of one pass of the backward pass."""
+    targets, sources, edges, of_long_targets, of_long_sources, heads, head_size = shape
+    row_bytes = heads * head_size * dtype.num_bytes
+    if kind is TaskKind.ATTENTION_TARGETS:
+        rows, long_edges, gathered_bytes = targets, of_long_targets, 2 * row_bytes
+    else:
+        rows, long_edges, gathered_bytes = sources, of_long_sources, 2 * row_bytes + 8 * heads
+    of_edges = _edge_features(edges, heads, beyond_cache_ratio, long=long_edges, gathered_bytes=gathered_bytes)
+    return 0.5, rows, rows * heads, 4 * rows * row_bytes, *of_edges
+
+
+def _edge_features(
+    edges: int, heads: int, beyond_cache_ratio: float, *, long: int, gathered_bytes: int
+) -> tuple[float, ...]:
+    """Return what `attention_features` says of the edges of one pass.
+
+    Args:
+        long: edges in long rows.
+        gathered_bytes: at each edge.
+    """
+    short_bytes, long_bytes = (edges - long) * gathered_bytes, long * gathered_bytes
+    return edges, edges * heads, short_bytes, long_bytes, beyond_cache_ratio * (short_bytes + long_bytes)
 
 
 def _beyond_cache_ratio(work: _Work) -> float:
@@ -278,7 +331,7 @@ def _point(work: _Work) -> _Point:
 
 def _place(work: _Work) -> NDArray[np.float64]:
     """Return where a task lies among its likes; shares lie near one another where counts of none and few do not."""
-    if work.kind is not TaskKind.ATTENTION:
+    if work.kind not in ATTENTIONS:
         return np.log1p(np.array(work.shape, dtype=np.float64))
     targets, sources, edges, edges_of_long_targets, edges_of_long_sources, heads, head_size = work.shape
     long_ratios = [long_edges / max(edges, 1) for long_edges in (edges_of_long_targets, edges_of_long_sources)]

@@ -1,6 +1,7 @@
 """Lowers a layer's attention with its exchange: from the normed rows to what attention made of them.
 
-`executor/exchange.py`, `executor/overlap.py` and `executor/heads.py` run these tasks under the same names.
+`executor/exchange.py`, `executor/apart.py`, `executor/overlap.py` and `executor/heads.py` run these tasks under the
+same names.
 """
 
 from collections.abc import Iterator
@@ -121,6 +122,8 @@ class Operation:
         backward_is_in_flight: the same of the backward pass.
         joins, backward_joins: the task waits for all collectives that are in flight.
         ranks: of a collective; empty for those of the graph group.
+        gradients_of: names of the operations whose gradients of parameters are there once the backward pass of this one
+            is over; None for its own.
     """
 
     name: str
@@ -134,6 +137,7 @@ class Operation:
     joins: bool = False
     backward_joins: bool = False
     ranks: tuple[int, ...] = ()
+    gradients_of: tuple[str, ...] | None = None
 
 
 def same(name: str, kind: TaskKind, shape: tuple[int, ...]) -> Operation:
@@ -191,7 +195,7 @@ class AttentionLowering:
         work, width = self.work, self.model.width
         own_rows = work.num_rows if self.exchange in HALO_EXCHANGES else 0
         sources = own_rows + work.num_remote_rows(self.exchange)
-        exchange = [*self._messages(own_rows=own_rows), *self._widen(), *self._pass_on(own_rows=own_rows)]
+        exchange = [*self._messages(own_rows=own_rows), *self._widen(), *self._pass_on(copies_held=True)]
         attention = self._attend("", self.work.edges, sources)
         if not sends_rows:
             return [self._project(), *exchange, *attention]
@@ -205,46 +209,80 @@ class AttentionLowering:
     def _overlapped(self, *, sends_rows: bool) -> list[Operation]:
         """Return attention over inner edges while rows of others are on their way, then over outer edges, and a merge.
 
-        Backward the gradients of these rows travel while the inner part runs, so the backward collectives stand where
-        forward the rows arrive.
+        Backward the pass over sources comes first, and that over targets runs while the gradients of these rows travel.
         """
+        forward = self._overlapped_forward(sends_rows=sends_rows)
+        backward = self._overlapped_backward(sends_rows=sends_rows)
+        # One node of autograd does all of it, so all gradients are there when it is done.
+        names = tuple(operation.name for operation in backward)
+        backward = [replace(operation, gradients_of=()) for operation in backward]
+        backward[-1] = replace(backward[-1], gradients_of=names)
+        # Backward passes run in the reverse order.
+        return [*([] if sends_rows else [self._project()]), *reversed(backward), *forward]
+
+    def _overlapped_forward(self, *, sends_rows: bool) -> list[Operation]:
         work, model, layer = self.work, self.model, self.layer
-        sent = list(self._messages(own_rows=0, in_flight=True))
+        remote, width = work.num_remote_rows(self.exchange), model.width
+        # Own keys and values lie before those that arrive, unless they arrive too.
+        own_rows = 0 if sends_rows or self.exchange not in HALO_EXCHANGES else work.num_rows
         start = [
-            replace(operation, backward_kind=None, is_in_flight=True)
-            if _is_collective(operation)
-            else replace(operation, backward_joins=True)
-            for operation in sent
+            replace(operation, is_in_flight=_is_collective(operation))
+            for operation in self._messages(own_rows=own_rows, overlaps=True)
         ]
-        arrive = [
-            replace(operation, kind=None, backward_is_in_flight=True) for operation in sent if _is_collective(operation)
-        ]
-        remote = work.num_remote_rows(self.exchange)
-        projection = [
-            self._project(),
-            backward_only(f"{layer}.boundary_queries", TaskKind.COPY_ROWS, (work.num_rows, model.width)),
-        ]
-        received = [*self._widen(), *self._pass_on(own_rows=0)]
+        arrived = [*self._widen(), *self._pass_on(copies_held=False)]
         if sends_rows:
-            received.append(same(f"{layer}.key_value", TaskKind.PROJECTION, (remote, model.width, 2 * model.width)))
-        outer = self._attention("_halo", work.outer_edges, remote, targets=work.num_boundary_rows)
-        first, *others = [*received, outer]
+            start.append(same(f"{layer}.query", TaskKind.PROJECTION, (work.num_rows, width, width)))
+            start.append(same(f"{layer}.key_value", TaskKind.PROJECTION, (work.num_rows, width, 2 * width)))
+            arrived.append(same(f"{layer}.key_value_halo", TaskKind.PROJECTION, (remote, width, 2 * width)))
+        if wire_dtype(self.plan) is not self.plan.precision and self.exchange not in HALO_EXCHANGES:
+            columns = payload_columns(self.plan, model)
+            arrived.insert(1, same(f"{layer}.own_rows", TaskKind.COPY_ROWS, (work.num_rows, columns)))
+        arrived.append(self._attention("_halo", work.outer_edges, remote, targets=work.num_boundary_rows))
+        arrived[0] = replace(arrived[0], joins=True)
         merge_shape = (work.num_rows, work.num_boundary_rows, model.num_heads, model.head_size)
-        return [
-            *(start + projection if sends_rows else projection + start),
+        operations = [
+            *start,
             *self._attend("_interior", work.inner_edges, work.num_rows),
+            *self._bias("", work.edges),
             *self._bias("_halo", work.outer_edges),
-            *arrive,
-            replace(first, joins=True),
-            *others,
+            *arrived,
             same(f"{layer}.merge", TaskKind.MERGE, merge_shape),
         ]
+        return [replace(operation, backward_kind=None, backward_shape=()) for operation in operations]
 
-    def _messages(self, *, own_rows: int, in_flight: bool = False) -> Iterator[Operation]:
+    def _overlapped_backward(self, *, sends_rows: bool) -> list[Operation]:
+        """Return what runs backward, in this order."""
+        work, width, layer = self.work, self.model.width, self.layer
+        is_halo, remote = self.exchange in HALO_EXCHANGES, work.num_remote_rows(self.exchange)
+        sent = list(self._messages(own_rows=0, overlaps=True, adds_own=sends_rows or is_halo))
+        exchanges = [replace(each, backward_is_in_flight=True) for each in sent if _is_collective(each)]
+        taken = [each for each in reversed(sent) if not _is_collective(each)]
+        taken[0] = replace(taken[0], backward_joins=True)
+        shape = self._attention("", work.edges, remote + is_halo * work.num_rows).shape
+        first: list[Operation] = []
+        meanwhile = self._bias("", work.edges)
+        if sends_rows:
+            first.append(same(f"{layer}.key_value_halo", TaskKind.PROJECTION, (remote, width, 2 * width)))
+            meanwhile.append(same(f"{layer}.query", TaskKind.PROJECTION, (work.num_rows, width, width)))
+            if is_halo:
+                meanwhile.append(same(f"{layer}.key_value", TaskKind.PROJECTION, (work.num_rows, width, 2 * width)))
+        operations = [
+            same(f"{layer}.attention_sources", TaskKind.ATTENTION_SOURCES, shape),
+            *first,
+            *reversed([*self._widen(), *self._pass_on(copies_held=False)]),
+            *reversed(exchanges),
+            same(f"{layer}.attention_targets", TaskKind.ATTENTION_TARGETS, shape),
+            *meanwhile,
+            *taken,
+        ]
+        return [replace(operation, kind=None, shape=()) for operation in operations]
+
+    def _messages(self, *, own_rows: int, overlaps: bool = False, adds_own: bool = False) -> Iterator[Operation]:
         """Yield packing and sending of each message, and between them the change of number format.
 
         Args:
             own_rows: that packing also copies to the front of the exchange buffer.
+            adds_own: backward, this rank has gradients of own rows too, to which those of the message are added.
         """
         plan, work, layer = self.plan, self.work, self.layer
         columns, wire = payload_columns(plan, self.model), wire_dtype(plan)
@@ -261,13 +299,13 @@ class AttentionLowering:
                 message_rows, kind, backward_kind = sum(rows_to), TaskKind.ALL_TO_ALL, TaskKind.ALL_TO_ALL
                 sent = tuple(rows * row_bytes for rows in rows_to)
                 sent_back = tuple(rows * row_bytes for rows in rows_from)
-                # The gradients of the last message meet the own rows' first, in a new tensor; the others are added.
+                # Gradients are added to those of own rows in place.
                 pack = Operation(
                     name=message_name(f"{layer}.pack", index, count),
                     kind=TaskKind.HALO_PACK,
                     shape=(own_rows if index == 0 else 0, message_rows, columns),
                     backward_kind=TaskKind.HALO_PACK,
-                    backward_shape=(work.num_rows if index == count - 1 else 0, message_rows, columns),
+                    backward_shape=(0, message_rows, columns),
                 )
             else:
                 message_rows = rows_in_message(most_rows, index, each)
@@ -278,7 +316,7 @@ class AttentionLowering:
                 pack = same(
                     message_name(f"{layer}.pack", index, count), TaskKind.PAD_ROWS, (own, message_rows, columns)
                 )
-                if in_flight or count > 1:
+                if adds_own or count > 1:
                     # Added to the gradients of own rows, or one of several pieces: no view of what was summed.
                     pack = replace(pack, backward_kind=TaskKind.COPY_ROWS, backward_shape=(own, columns))
             yield pack
@@ -301,11 +339,11 @@ class AttentionLowering:
             shape = (rows, payload_columns(self.plan, self.model))
             yield same(f"{self.layer}.widen", TaskKind.COPY_ROWS, shape)
 
-    def _pass_on(self, *, own_rows: int) -> Iterator[Operation]:
+    def _pass_on(self, *, copies_held: bool) -> Iterator[Operation]:
         """Yield the exchange inside the own host that follows one between hosts; none where the host has one rank.
 
         Args:
-            own_rows: that lie before those of others; packing copies all of them.
+            copies_held: packing also copies own rows and those that came, unless these came to where they stay.
         """
         host = self.work.host
         if self.exchange is not Exchange.HIERARCHICAL_HALO or host is None or len(host.ranks) == 1:
@@ -313,8 +351,14 @@ class AttentionLowering:
         columns, wire = payload_columns(self.plan, self.model), wire_dtype(self.plan)
         changes_format = wire is not self.plan.precision
         row_bytes = columns * wire.num_bytes
-        held_rows, name = own_rows + sum(host.rows_from), f"{self.layer}.host"
-        yield same(f"{name}_pack", TaskKind.HALO_PACK, (held_rows, sum(host.passed_to), columns))
+        held_rows, name = copies_held * (self.work.num_rows + sum(host.rows_from)), f"{self.layer}.host"
+        yield Operation(
+            name=f"{name}_pack",
+            kind=TaskKind.HALO_PACK,
+            shape=(held_rows, sum(host.passed_to), columns),
+            backward_kind=TaskKind.HALO_PACK,
+            backward_shape=(0, sum(host.passed_to), columns),
+        )
         if changes_format:
             yield same(f"{name}_narrow", TaskKind.COPY_ROWS, (sum(host.passed_to), columns))
         yield Operation(

@@ -248,8 +248,8 @@ def _segments(tasks: Sequence[ReductionTask]) -> list[list[ReductionTask]]:
 
 # A weight that several operations may share, each of which uses a part of it.
 _SHARED_WEIGHTS = {"query_key_value": ("query_key_value", "query", "key_value")}
-# Ends of operations that do for a part of the edges what others do for all.
-_PARTIAL = ("", "_interior", "_halo")
+# Ends of operations that do for the rows of others what others do for own ones.
+_PARTIAL = ("", "_halo")
 
 
 def gradient_operations(parameter: str, operations: Collection[str]) -> frozenset[str]:

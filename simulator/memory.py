@@ -21,6 +21,7 @@ from simulator.workload import RankWork, num_input_columns, num_parameters, para
 
 INDEX_BYTES = 8  # torch's indices are int64
 SCORE_BYTES = 4  # softmax is fp32
+SOURCE_BYTES = 4  # of an edge by target, int32
 EDGE_BYTES = 3 * 4  # source of an edge by target, and in the transpose its target and its place by target, int32
 # Beside torch's allocator: CUDA context and NCCL buffers hold 2.5 GB on an H200 with torch 2.11 (DESIGN.md section 7);
 # a process with torch, PyG and SciPy imported holds about 0.5 GB on a CPU (resident size before the first tensor).
@@ -184,6 +185,9 @@ def _input_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec, work: RankWork)
     edges = work.num_edges * edge_bytes * len(exchanges - {Exchange.HEAD_ALL_TO_ALL})
     if Exchange.HEAD_ALL_TO_ALL in exchanges:
         edges += work.group.group_edges.num_edges * edge_bytes
+    if plan.overlap_exchange:
+        # Attention runs forward over two sets of these edges, by target.
+        edges += work.num_edges * (edge_bytes - EDGE_BYTES + SOURCE_BYTES) * len(exchanges & ROW_EXCHANGES)
     # Where batches are sampled, each layer's edges have rows of their own, by target and by source.
     edges += sum((layer.num_targets + layer.num_sources) * INDEX_BYTES for layer in work.sampled)
     return dense + sparse + edges + 4 * work.num_rows * INDEX_BYTES
@@ -194,41 +198,43 @@ def _layer_bytes(plan: Plan, model: ModelSpec, work: RankWork, layer: int, excha
 
     Of rows times width: two layer inputs, two norm outputs and the attention's output, and two dropout masks of a byte.
     Of rows times the feed-forward width: the activation's input and output. Attention keeps queries, keys and values of
-    rows and a number of each row and head; on GPUs also what rounding took from an output of 16 bits. Where batches are
-    sampled, all rows that the layer gets have the first input, norm and queries, and its targets the rest.
+    rows and a number of each row and head; of an output of 16 bits, on GPUs also what rounding took from it, and on
+    CPUs, where it overlaps with an exchange, the unrounded output. Where batches are sampled, all rows that the layer
+    gets have the first input, norm and queries, and its targets the rest.
     """
     rows, input_rows = work.num_target_rows(layer), work.num_input_rows(layer)
     width, size = model.width, _size(plan)
     masks = 2 * rows * width * (model.dropout_ratio > 0)
     dense = (2 * input_rows * width + rows * (3 * width + 2 * model.feed_forward_width)) * size + masks
-    targets, sources, heads = _attended(plan, model, work, layer, exchange)
+    targets, sources, heads = _attended(model, work, layer, exchange)
     columns = heads * model.head_size
-    rest = targets * columns if kind is DeviceKind.CUDA and size < SCORE_BYTES else 0  # a byte a number
+    rest = 0
+    if size < SCORE_BYTES and kind is DeviceKind.CUDA:
+        rest = targets * columns  # a byte a number
+    elif size < SCORE_BYTES and plan.overlap_exchange and exchange in ROW_EXCHANGES:
+        rest = targets * columns * SCORE_BYTES
     queries = targets - rows + input_rows  # where batches are sampled, those of rows that are no targets are kept too
     found = dense + (queries + 2 * sources) * columns * size + targets * heads * SCORE_BYTES + rest
     if exchange is Exchange.HEAD_ALL_TO_ALL:
         found += targets * columns * size  # outputs of the own heads, beside those of the own rows
-    if plan.overlap_exchange and exchange in ROW_EXCHANGES:
-        # Each part of attention keeps its output, and the merge its weights of both.
-        found += (targets - rows) * width * size + rows * width * size + 2 * targets * heads * SCORE_BYTES
     if plan.exchange_payload is ExchangePayload.ROWS and exchange in ROW_EXCHANGES:
-        found += sources * width * size  # what the keys and values were computed from
+        # What the keys and values were computed from; where a halo overlaps, own rows stay where the norm wrote them.
+        own_rows = rows if plan.overlap_exchange and exchange in HALO_EXCHANGES else 0
+        found += (sources - own_rows) * width * size
+    elif exchange in ROW_EXCHANGES:
+        found += 2 * rows * width * size  # own keys and values once more: in memory that queries keep
     return found
 
 
-def _attended(plan: Plan, model: ModelSpec, work: RankWork, layer: int, exchange: Exchange) -> tuple[int, int, int]:
-    """Return targets, sources and heads of a layer's attention, of both its parts together where it has two."""
+def _attended(model: ModelSpec, work: RankWork, layer: int, exchange: Exchange) -> tuple[int, int, int]:
+    """Return targets, sources and heads of a layer's attention."""
     group = work.group
     if exchange is Exchange.HEAD_ALL_TO_ALL:
         heads = head_counts(model.num_heads, len(group.rows_by_rank))[group.graph_rank]
         return group.num_group_rows, group.num_group_rows, heads
     if work.sampled:
         return work.num_target_rows(layer), work.num_input_rows(layer), model.num_heads
-    sources = work.num_source_rows(exchange)
-    if not plan.overlap_exchange or exchange not in ROW_EXCHANGES:
-        return work.num_rows, sources, model.num_heads
-    own_rows = 0 if exchange in HALO_EXCHANGES else work.num_rows  # a halo's sources hold them already
-    return work.num_rows + group.num_boundary_rows, own_rows + sources, model.num_heads
+    return work.num_rows, work.num_source_rows(exchange), model.num_heads
 
 
 def _workspace_bytes(plan: Plan, model: ModelSpec, work: RankWork, layer: int, exchange: Exchange) -> int:
@@ -236,7 +242,7 @@ def _workspace_bytes(plan: Plan, model: ModelSpec, work: RankWork, layer: int, e
 
     Gradients of queries, keys and values of rows, and two numbers of each row and head.
     """
-    targets, sources, heads = _attended(plan, model, work, layer, exchange)
+    targets, sources, heads = _attended(model, work, layer, exchange)
     return (targets + 2 * sources) * heads * model.head_size * _size(plan) + 2 * targets * heads * SCORE_BYTES
 
 
@@ -263,8 +269,8 @@ def _message_bytes(plan: Plan, model: ModelSpec, work: RankWork, exchange: Excha
                 rows_sent = sum(group.rows_to)
         case Exchange.HIERARCHICAL_HALO:
             assert group.host is not None, "such a plan's partition counts the rows of hosts"
-            # What the first exchange brought stays until it was copied before what is passed on.
-            held = sum(group.host.rows_from) + work.num_rows * (not plan.overlap_exchange)
+            # Where nothing overlaps, what came first stays until it was copied before what is passed on.
+            held = 0 if plan.overlap_exchange else sum(group.host.rows_from) + work.num_rows
             passing = sum(group.host.passed_to) + held if len(group.host.ranks) > 1 else 0
             rows_sent = max(sum(group.host.rows_to), passing)
         case Exchange.ALL_GATHER:

@@ -14,7 +14,17 @@ from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import NUM_DEGREE_BUCKETS, EdgeBias, ModelSpec
 from simulator.specs.plan import Exchange, Plan, Recompute, SampledBatches, SampledLayer, batch_parts, seed_ranges
-from simulator.specs.program import Phase, Program, SharedTasks, Stream, Task, TaskKind, stream_of, task_name
+from simulator.specs.program import (
+    ATTENTIONS,
+    Phase,
+    Program,
+    SharedTasks,
+    Stream,
+    Task,
+    TaskKind,
+    stream_of,
+    task_name,
+)
 from simulator.specs.units import Dtype
 
 
@@ -559,7 +569,8 @@ class _RankLowering:
                 joins=operation.backward_joins,
                 ranks=operation.ranks,
             )
-        self._add_reductions(self._reductions.after_backward_of(operation.name))
+            for name in (operation.name,) if operation.gradients_of is None else operation.gradients_of:
+                self._add_reductions(self._reductions.after_backward_of(name))
 
     def _add_reductions(self, reductions: Sequence[ReductionTask]) -> None:
         for task in reductions:
@@ -605,7 +616,7 @@ class _RankLowering:
             is_of_all = phase is Phase.UPDATE
             group = self.all_ranks if is_of_all else ranks or self._graph_group
         beyond_cache_ratio = None
-        if kind is TaskKind.ATTENTION:
+        if kind in ATTENTIONS:
             beyond_cache_ratio = beyond_cache_ratio_of(self.plan, shape, self.cluster)
         self.tasks.append(
             Task(

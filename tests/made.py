@@ -76,8 +76,8 @@ def made_items(kind: TaskKind, shape: tuple[int, ...]) -> int:
         case TaskKind.HALO_PACK | TaskKind.PAD_ROWS | TaskKind.TARGET_ROWS:
             return (shape[0] + shape[1]) * shape[2]
         case TaskKind.MERGE:
-            rows, merged, heads, head_size = shape
-            return (2 * rows + 3 * merged) * heads * head_size
+            _, merged, heads, head_size = shape
+            return 3 * merged * heads * head_size
         case TaskKind.TOP_K_SUM:
             return shape[0] + 3 * shape[1] * shape[2]
         case _ if kind in UPDATES:
@@ -103,7 +103,7 @@ def made_collective_seconds(kind: TaskKind, num_ranks: int, num_bytes: int) -> f
 
 def phases_of(kind: TaskKind) -> tuple[Phase, ...]:
     """Return the phases in which a kind of compute task is measured."""
-    if kind in BATCH_KINDS:
+    if kind in BATCH_KINDS or kind is TaskKind.MERGE:
         return (Phase.FORWARD,)
     return (Phase.UPDATE,) if kind in UPDATES else (Phase.FORWARD, Phase.BACKWARD)
 

@@ -16,6 +16,7 @@ class Case:
 
     Attributes:
         kind, shape: of the task.
+        backward_shape: of its backward pass, where that is another one.
         run: does forward and backward once through a recorder, the task under the name `TASK_NAME`.
         beyond_cache_ratio: of attention, as in `Task`.
     """
@@ -25,3 +26,4 @@ class Case:
     shape: tuple[int, ...]
     run: Callable[[Recorder], None]
     beyond_cache_ratio: float | None = None
+    backward_shape: tuple[int, ...] | None = None

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from executor import compression, operations
 from executor.attention.graph import EdgeGraph
+from executor.attention.parts import Attended, merge_into
 from executor.compat import making_sparse_csr
 from executor.compression import Factors
 from executor.exchange import ExchangeLayout, RowExchange, exchange_rows
@@ -17,7 +18,6 @@ from executor.measure.batches import build_batch_case
 from executor.measure.case import TASK_NAME, Case
 from executor.measure.graphs import beyond_cache_ratio_of_edges
 from executor.operations import Operation, SparseFeatures
-from executor.overlap import MERGE
 from executor.record import Recorder
 from executor.train import TORCH_DTYPES, clip_flat_gradient_
 from simulator.costs import task_bytes
@@ -159,16 +159,24 @@ def _runner(
 
 
 def _merge_runner(make: _Inputs, shape: tuple[int, ...]) -> Callable[[Recorder], None]:
-    """Return a run of the merge of attention over two sets of edges."""
-    rows, merged, heads, head_size = shape
-    inner_lse_NH, outer_lse_BH = make.rows(rows, heads).float(), make.rows(merged, heads).float()
-    outer_BHK = make.rows(merged, heads, head_size)
-    operation = Operation(
-        kind=TaskKind.MERGE,
-        function=lambda inner_NHK: MERGE.function((inner_NHK, inner_lse_NH), (outer_BHK, outer_lse_BH)),
-        shape=lambda _: shape,
-    )
-    return _runner(make, operation, make.rows(rows, heads, head_size))
+    """Return a run of the merge of attention over two sets of edges, in place; it has no backward pass of its own."""
+    rows, merged, *heads = shape
+    whole, part = _attended(make, rows, *heads), _attended(make, merged, *heads)
+
+    def run(recorder: Recorder) -> None:
+        make.evict()
+        with recorder.task(TASK_NAME, TaskKind.MERGE, Phase.FORWARD, shape):
+            merge_into(whole, part, rows - merged)
+
+    return run
+
+
+def _attended(make: _Inputs, rows: int, heads: int, head_size: int) -> Attended:
+    """Return what attention gives; of 16 bits, with what makes them exact."""
+    out = make.rows(rows, heads, head_size)
+    exact = torch.zeros_like(out, dtype=torch.int8) if make.device.type == "cuda" else out.float()
+    rest = out.new_empty(0) if make.dtype == torch.float32 else exact
+    return Attended(out=out, lse=make.rows(rows, heads).float(), rest=rest)
 
 
 def _leaf_runner(make: _Inputs, operation: Operation, *arguments: Any) -> Callable[[Recorder], None]:
@@ -316,4 +324,6 @@ def _pack_case(
         make.evict()
         out.backward(torch.ones_like(out))
 
-    return Case(kind=kind, dtype=dtype, shape=shape, run=run)
+    # Gradients are added to those of own rows in place, which packing copied.
+    backward_shape = (0, others, columns) if kind is TaskKind.HALO_PACK else None
+    return Case(kind=kind, dtype=dtype, shape=shape, backward_shape=backward_shape, run=run)

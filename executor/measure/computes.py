@@ -117,13 +117,14 @@ def compute_samples(case: Case, timings: Sequence[Timing], *, busy_devices: int)
         found = [timing for timing in timings if timing.phase is phase]
         if not found:
             continue
+        shape = case.backward_shape if phase is Phase.BACKWARD and case.backward_shape is not None else case.shape
         low, middle, high = deciles([timing.device_seconds for timing in found])
         samples.append(
             ComputeSample(
                 kind=case.kind,
                 phase=phase,
                 dtype=case.dtype,
-                shape=case.shape,
+                shape=shape,
                 busy_devices=busy_devices,
                 seconds=middle,
                 low_seconds=low,

@@ -21,6 +21,8 @@ KIND_COLOURS: dict[TaskKind, str] = {
     TaskKind.COPY_ROWS: "#2c7a7b",
     TaskKind.EDGE_BIAS: "#f6ad55",
     TaskKind.ATTENTION: "#dd6b20",
+    TaskKind.ATTENTION_SOURCES: "#ed8936",
+    TaskKind.ATTENTION_TARGETS: "#c05621",
     TaskKind.MERGE: "#9c4221",
     TaskKind.LOSS: "#c53030",
     TaskKind.CLIP: "#a0aec0",

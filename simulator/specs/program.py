@@ -35,6 +35,8 @@ class TaskKind(StrEnum):
     TARGET_ROWS = "target_rows"
     EDGE_BIAS = "edge_bias"
     ATTENTION = "attention"
+    ATTENTION_SOURCES = "attention_sources"
+    ATTENTION_TARGETS = "attention_targets"
     MERGE = "merge"
     LOSS = "loss"
     CLIP = "clip"
@@ -59,6 +61,10 @@ class TaskKind(StrEnum):
 # Making the rows of a batch on the host and bringing them to the device.
 BATCH_KINDS = frozenset({TaskKind.CLUSTER_BATCH, TaskKind.SAMPLED_BATCH})
 COLLECTIVES = frozenset({TaskKind.ALL_TO_ALL, TaskKind.ALL_GATHER, TaskKind.REDUCE_SCATTER, TaskKind.ALL_REDUCE})
+# Of a backward pass of attention that goes in two: over the sources of edges, for the gradients of keys and values, and
+# over their targets, for those of queries.
+ATTENTION_PASSES = frozenset({TaskKind.ATTENTION_SOURCES, TaskKind.ATTENTION_TARGETS})
+ATTENTIONS = ATTENTION_PASSES | {TaskKind.ATTENTION}
 # What compresses gradients.
 COMPRESSIONS = frozenset(
     {
@@ -73,6 +79,15 @@ COMPRESSIONS = frozenset(
 # Of parameters, gradients and the optimizer's state, which are fp32 whatever the activations are.
 UPDATES = COMPRESSIONS | {TaskKind.CLIP, TaskKind.OPTIMIZER}
 
+_ATTENTION_FIELDS = (
+    "targets",
+    "sources",
+    "edges",
+    "edges_of_long_targets",
+    "edges_of_long_sources",
+    "heads",
+    "head_size",
+)
 SHAPE_FIELDS: dict[TaskKind, tuple[str, ...]] = {
     # Nodes of the whole graph; rows of the batch, edges into them (where heads travel, those of all ranks too, or alone
     # if all layers do so), numbers of their features.
@@ -90,7 +105,7 @@ SHAPE_FIELDS: dict[TaskKind, tuple[str, ...]] = {
     TaskKind.DROPOUT: ("rows", "columns"),
     TaskKind.RESIDUAL: ("rows", "columns"),
     # Own rows to the front of the exchange buffer (0 where they stay), rows that others need to a message; backward,
-    # the sum of both (with 0 rows, added in place).
+    # gradients that a message brought are added in place (0 rows).
     TaskKind.HALO_PACK: ("rows", "rows_sent", "columns"),
     # Own rows to a buffer of as many rows as the largest part has; backward, the way back.
     TaskKind.PAD_ROWS: ("rows", "rows_padded", "columns"),
@@ -100,16 +115,10 @@ SHAPE_FIELDS: dict[TaskKind, tuple[str, ...]] = {
     TaskKind.TARGET_ROWS: ("rows", "rows_kept", "columns"),
     TaskKind.EDGE_BIAS: ("edges", "heads"),
     # Of the edges, those of targets, and those of sources, with more than MAX_SHORT_EDGES of them.
-    TaskKind.ATTENTION: (
-        "targets",
-        "sources",
-        "edges",
-        "edges_of_long_targets",
-        "edges_of_long_sources",
-        "heads",
-        "head_size",
-    ),
-    # Attention over two sets of edges to that over both, of the last rows; the others have edges of the first set.
+    TaskKind.ATTENTION: _ATTENTION_FIELDS,
+    TaskKind.ATTENTION_SOURCES: _ATTENTION_FIELDS,
+    TaskKind.ATTENTION_TARGETS: _ATTENTION_FIELDS,
+    # Attention over a second set of edges into that over a first one, in place; of the rows, the last have such edges.
     TaskKind.MERGE: ("rows", "rows_merged", "heads", "head_size"),
     TaskKind.LOSS: ("rows", "rows_labelled", "columns"),
     TaskKind.CLIP: ("elements", "tensors"),
@@ -165,8 +174,8 @@ class Task:
         waits_for: indices of earlier tasks of this rank, on other streams, that must end first.
         group: ranks of a collective, in order; empty otherwise.
         blocks_host: the host thread waits until it has ended.
-        beyond_cache_ratio: of attention, an estimate of the share of gathered rows that come from beyond the device's
-            cache; None for other kinds.
+        beyond_cache_ratio: of `ATTENTIONS`, an estimate of the share of gathered rows that come from beyond the
+            device's cache; None for other kinds.
     """
 
     name: str

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from simulator.specs.plan import Exchange
-from simulator.specs.program import Task, TaskKind
+from simulator.specs.program import ATTENTIONS, Task
 from tests.conformance.cases import Prepared
 from tests.conformance.evidence import missing_evidence
 from tests.conformance.observe import ObservedStep, ObservedTask
@@ -48,13 +48,13 @@ def lowered_as_seen(prepared: Prepared, steps: Sequence[ObservedStep]) -> list[t
     found = []
     for tasks, step in zip(programs, steps, strict=True):
         seen = {
-            task.name: operands.counts
+            task.name: operands.counts if operands.function == "edge_attention" else operands.counts[3:5]
             for task in step.tasks
             for operands in task.operands
-            if operands.function == "edge_attention"
+            if operands.function in ("edge_attention", "attend_part", "backward_sources", "backward_targets")
         }
         for task in tasks:
-            if task.kind is TaskKind.ATTENTION and task.name in seen:
+            if task.kind in ATTENTIONS and task.name in seen:
                 of_targets, of_sources = seen[task.name]
                 assert task.shape[3] >= of_targets
                 is_exact = plan.graph_parallel_degree > 1 and Exchange.HEAD_ALL_TO_ALL not in plan.exchange
@@ -62,7 +62,7 @@ def lowered_as_seen(prepared: Prepared, steps: Sequence[ObservedStep]) -> list[t
         found.append(
             tuple(
                 dataclasses.replace(task, shape=(*task.shape[:3], *seen[task.name], *task.shape[5:]))
-                if task.kind is TaskKind.ATTENTION and task.name in seen
+                if task.kind in ATTENTIONS and task.name in seen
                 else task
                 for task in tasks
             )

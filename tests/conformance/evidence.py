@@ -135,6 +135,17 @@ def _expected_operands(task: Task) -> tuple[Operands, ...]:
         return (Operands(function="batch", counts=task.shape),)
     if task.kind in _COMPRESSING:
         return (Operands(function=_COMPRESSING[task.kind], counts=task.shape),)
+    if task.kind is TaskKind.HALO_PACK and task.phase is Phase.BACKWARD:
+        return (Operands(function="add_rows_", counts=task.shape),)
+    if task.kind is TaskKind.MERGE:
+        return (Operands(function="merge_into", counts=task.shape),)
+    if _is_part(task):
+        return (Operands(function="attend_part", counts=task.shape),)
+    if task.kind is TaskKind.ATTENTION_SOURCES:
+        stats = Operands(function="row_stats", counts=(task.shape[0], *task.shape[5:]))
+        return (stats, Operands(function="backward_sources", counts=task.shape))
+    if task.kind is TaskKind.ATTENTION_TARGETS:
+        return (Operands(function="backward_targets", counts=task.shape),)
     if task.kind is TaskKind.ATTENTION:
         if task.phase is Phase.BACKWARD:
             return (Operands(function="attention_backward", counts=task.shape[:3]),)
@@ -143,21 +154,24 @@ def _expected_operands(task: Task) -> tuple[Operands, ...]:
     return ()
 
 
+def _is_part(task: Task) -> bool:
+    """Return whether a task is attention over one of two sets of edges."""
+    return task.kind is TaskKind.ATTENTION and task.name.removesuffix(".recompute").endswith(("_interior", "_halo"))
+
+
 def _expected_operators(task: Task) -> Sequence[Expected | ExpectedOperand]:
     backward = task.phase is Phase.BACKWARD
     match task.kind:
         case TaskKind.LINEAR | TaskKind.INPUT_LINEAR | TaskKind.PROJECTION | TaskKind.SPARSE_LINEAR:
             return _products(task)
         case TaskKind.ATTENTION:
-            return _attention(task)
+            return [] if _is_part(task) else _attention(task)
         case TaskKind.HALO_PACK | TaskKind.PAD_ROWS:
             return _packing(task)
         case TaskKind.TARGET_ROWS:
             return _target_rows(task)
         case TaskKind.COPY_ROWS:
             return [_copied_rows(*task.shape)]
-        case TaskKind.MERGE:
-            return _merging(task)
         case TaskKind.LAYER_NORM:
             return [
                 _aten("native_layer_norm_backward" if backward else "native_layer_norm", task.shape, dtype=task.dtype)
@@ -248,12 +262,10 @@ def _target_rows(task: Task) -> list[Expected]:
 def _packing(task: Task) -> list[Expected]:
     rows, others, columns = task.shape
     if task.kind is TaskKind.HALO_PACK:
-        # Own rows that stay where they are have no count: to select from them, or to add to them in place.
-        own = (rows or ANY, columns)
         if task.phase is Phase.BACKWARD:
-            names = ("aten::index_add",) if rows else ("aten::index_add_", "aten::index_add")
-            dims = (own, (), (others,), (others, columns))
-            return [Expected(names=names, dims=dims, type=TYPES[task.dtype])]
+            return []  # seen at the call
+        # Own rows that stay where they are have no count.
+        own = (rows or ANY, columns)
         selected = _aten("index_select", own, (), (others,), dtype=task.dtype)
         return [selected, _aten("copy_", own, own, dtype=task.dtype)] if rows else [selected]
     if task.phase is not Phase.BACKWARD:
@@ -270,16 +282,6 @@ def _copied_rows(rows: int, columns: int) -> ExpectedOperand:
     """Return the operand of a copy; queries apart from keys and values have a third of the columns."""
     thirds = ((rows, columns // 3),) if columns % 3 == 0 else ()
     return ExpectedOperand(sizes=((rows, columns), *thirds))
-
-
-def _merging(task: Task) -> list[Expected]:
-    rows, merged, heads, head_size = task.shape
-    part, weights = (merged, heads, head_size), (merged, heads, 1)
-    others = (rows - merged, heads, head_size)
-    copied = _aten("copy_", others, others, dtype=task.dtype)
-    if task.phase is Phase.BACKWARD:
-        return [copied, _aten("mul", weights, part), _aten("mul", weights, part)]
-    return [copied, _aten("mul", weights, part), _aten("addcmul", part, weights, part)]
 
 
 def _aten(name: str, *dims: tuple[int, ...], dtype: Dtype | None = None) -> Expected:

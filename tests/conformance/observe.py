@@ -27,8 +27,10 @@ import executor.batches
 import executor.compression
 import executor.exchange
 import executor.operations
+import executor.overlap
 import executor.reduction
 from executor.attention.graph import EdgeGraph
+from executor.attention.parts import Attended
 from executor.compression import Factors
 from executor.record import kernel_times, profiled_events
 from executor.sampling.neighbourhood import Neighbourhood
@@ -83,10 +85,13 @@ class Operands:
 
     Attributes:
         function: "mm" with a sparse operand, "_fused_adamw_", "edge_attention", "attention_forward" and
-            "attention_backward" for its kernels, "batch" or what compresses a bucket.
+            "attention_backward" for its kernels, a function of `executor/attention/parts.py`, "batch" or what
+            compresses a bucket.
         counts: entries of the sparse operand; elements and tensors of the parameters; edges of long targets and edges
-            of long sources; targets, sources and edges, since kernels are no operators of torch; nodes or seeds, rows,
-            edges and numbers of features that a batch is made of; the shape of a compression.
+            of long sources; targets, sources and edges, since kernels are no operators of torch; of attention over
+            some edges and of its passes back, all that their shape counts; of a merge too; rows, heads and head size;
+            rows that are copied (none), rows that are added and their columns; nodes or seeds, rows, edges and numbers
+            of features that a batch is made of; the shape of a compression.
     """
 
     function: str
@@ -301,9 +306,16 @@ def _kernel_seconds(events: Sequence[Event]) -> dict[str, float]:
 @contextlib.contextmanager
 def _probes() -> Iterator[list[Probe]]:
     """Look at each call of a collective and of what the profiler does not tell all; give the list that they fill."""
-    found: list[Probe] = []
+    seen = _Seen()
     with contextlib.ExitStack() as stack:
         looks: tuple[tuple[Any, str, Callable[..., Probe | None]], ...] = (
+            (executor.exchange, "add_rows_", _added_rows),
+            (executor.overlap, "merge_into", _merged),
+            (executor.overlap, "row_stats", _stats),
+            *(
+                (executor.overlap, name, functools.partial(_part, name))
+                for name in ("attend_part", "backward_sources", "backward_targets")
+            ),
             (dist, "all_to_all_single", _all_to_all_call),
             (dist, "all_reduce", _all_reduce_call),
             (executor.exchange, "all_gather_single", functools.partial(_call_with_output, "all_gather")),
@@ -325,19 +337,36 @@ def _probes() -> Iterator[list[Probe]]:
             (executor.batches, "build_sampled_data", _batch_of_samples),
         )
         for module, name, look in looks:
-            stack.enter_context(mock.patch.object(module, name, _probed(getattr(module, name), look, found)))
-        yield found
+            # What attention over some edges calls is no attention of its own.
+            hides = module is executor.overlap
+            stack.enter_context(
+                mock.patch.object(module, name, _probed(getattr(module, name), look, seen, hides=hides))
+            )
+        yield seen.probes
 
 
-def _probed(function: Callable[..., Any], look: Callable[..., Probe | None], found: list[Probe]) -> Callable[..., Any]:
+@dataclass(kw_only=True)
+class _Seen:
+    """What was seen, and whether calls are inside one that hides what it calls."""
+
+    probes: list[Probe] = dataclasses.field(default_factory=list)
+    is_hidden: bool = False
+
+
+def _probed(
+    function: Callable[..., Any], look: Callable[..., Probe | None], seen: _Seen, *, hides: bool
+) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
-        probe = look(*arguments, **named)
+        probe = None if seen.is_hidden else look(*arguments, **named)
         if probe is None:
             return function(*arguments, **named)
-        found.append(probe)
-        with torch.profiler.record_function(f"{_PROBE_PREFIX}{len(found) - 1}"):
-            return function(*arguments, **named)
+        seen.probes.append(probe)
+        seen.is_hidden = hides
+        with torch.profiler.record_function(f"{_PROBE_PREFIX}{len(seen.probes) - 1}"):
+            result = function(*arguments, **named)
+        seen.is_hidden = False
+        return result
 
     return call
 
@@ -405,6 +434,31 @@ def _attended(function: str, *arguments: Any, **_: Any) -> Operands:
     (graph,) = (argument for argument in arguments if isinstance(argument, EdgeGraph))
     counts = (graph.indptr_N1.numel() - 1, graph.num_sources, graph.source_E.numel())
     return Operands(function=function, counts=counts)
+
+
+def _part(function: str, *arguments: Any, **_: Any) -> Operands:
+    """Return the shape of attention over some edges or of a pass back; its last arguments are q, k, v, bias, graph."""
+    q, k, v, _, graph = arguments[-5:]
+    assert v.shape == k.shape == (graph.num_sources, *q.shape[1:]), "keys and values are of the graph's sources"
+    assert graph.num_targets == len(q), "queries are of the graph's targets"
+    long_rows = _edges_of_long_rows(q, k, v, graph).counts
+    return Operands(function=function, counts=(len(q), len(k), graph.source_E.numel(), *long_rows, *q.shape[1:]))
+
+
+def _stats(grad_out: torch.Tensor, whole: Attended) -> Operands:
+    assert whole.out.shape == grad_out.shape, "the gradient is of the output"
+    return Operands(function="row_stats", counts=tuple(grad_out.shape))
+
+
+def _merged(whole: Attended, part: Attended, first_row: int) -> Operands:
+    assert len(whole.out) - first_row == len(part.out), "the last rows are merged"
+    return Operands(function="merge_into", counts=(len(whole.out), *part.out.shape))
+
+
+def _added_rows(rows: torch.Tensor, index: torch.Tensor, added: torch.Tensor, counts: Sequence[int]) -> Operands:
+    assert rows.shape[1] == added.shape[1], "rows have as many columns as what is added"
+    assert sum(counts) == len(index) == len(added), "each row that came is added"
+    return Operands(function="add_rows_", counts=(0, *added.shape))
 
 
 def _batch_of_parts(

@@ -76,6 +76,7 @@ def twice(name: str) -> Callable[[Prepared], Tasks]:
 
 
 EVERYTHING = "mixed exchanges, everything"
+OVERLAPPED = "overlapped"
 BESIDE = "buckets beside the backward pass, everything"
 MUTATIONS: dict[str, tuple[str, Callable[[Prepared], Tasks], str]] = {
     "a dropped collective": (
@@ -134,6 +135,31 @@ MUTATIONS: dict[str, tuple[str, Callable[[Prepared], Tasks], str]] = {
         "clusters on two",
         with_changed("gradients.bucket1", shape=(4004,)),
         "gradients.bucket1 (4004,): should have sent (4004,) bytes, but sent (4000,)",
+    ),
+    "a pass over sources of fewer edges": (
+        OVERLAPPED,
+        with_changed("layer0.attention_sources.backward", shape=(1, 2, 3, 0, 0, 1, 4)),
+        "layer0.attention_sources.backward (1, 2, 3, 0, 0, 1, 4): should have had",
+    ),
+    "a pass over targets that is left out": (
+        OVERLAPPED,
+        without("layer0.attention_targets.backward"),
+        "layer0.attention_targets.backward: lowered 0 times, but ran 1 times",
+    ),
+    "gradients that travel behind the pass over targets": (
+        OVERLAPPED,
+        with_swapped("layer0.exchange.backward", "layer0.attention_targets.backward"),
+        "layer0.attention_targets.backward is lowered where layer0.exchange.backward ran",
+    ),
+    "a merge of other rows": (
+        OVERLAPPED,
+        with_changed("layer1.merge", shape=(5, 4, 3, 2)),
+        "layer1.merge (5, 4, 3, 2): should have had",
+    ),
+    "gradients that are added to a copy of own rows": (
+        OVERLAPPED,
+        with_changed("layer0.pack.backward", shape=(7, 5, 3)),
+        "layer0.pack.backward (7, 5, 3): should have had",
     ),
     "collectives in another order": (
         EVERYTHING,

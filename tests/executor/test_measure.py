@@ -20,7 +20,7 @@ from executor.measure.session import Session, effort_of, expected_seconds, run_h
 from simulator.specs.calibration import Calibration
 from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.files import read_calibration
-from simulator.specs.program import COLLECTIVES, SHAPE_FIELDS, UPDATES, Phase, TaskKind
+from simulator.specs.program import ATTENTION_PASSES, COLLECTIVES, SHAPE_FIELDS, UPDATES, Phase, TaskKind
 from simulator.specs.units import Dtype
 from tests.made import phases_of
 
@@ -33,7 +33,7 @@ TINY = Effort(
     case_seconds=1e-4,
     repetitions=3,
 )
-COMPUTES = set(TaskKind) - COLLECTIVES - UPDATES
+COMPUTES = set(TaskKind) - COLLECTIVES - UPDATES - ATTENTION_PASSES
 
 pytestmark = pytest.mark.alone
 

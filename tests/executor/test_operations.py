@@ -15,9 +15,9 @@ from executor import operations
 from executor.attention.graph import EdgeGraph
 from executor.compat import making_sparse_csr
 from executor.operations import DROPOUT, Operation, SparseFeatures
-from simulator.specs.program import BATCH_KINDS, SHAPE_FIELDS, UPDATES, TaskKind
+from simulator.specs.program import ATTENTION_PASSES, BATCH_KINDS, SHAPE_FIELDS, UPDATES, TaskKind
 
-PIECES = (operations.QUERY, operations.KEY_VALUE, operations.ATTENTION_PART)  # of the operations of their kinds
+PIECES = (operations.QUERY, operations.KEY_VALUE)  # of the operations of their kinds
 ALL_OPERATIONS = [
     value for _, value in inspect.getmembers(operations) if isinstance(value, Operation) and value not in PIECES
 ]
@@ -214,19 +214,6 @@ def test_queries_and_keys_with_values_are_the_projection_in_two_products():
     assert operations.KEY_VALUE.shape(x, weight) == (5, 4, 8)
 
 
-def test_attention_over_some_edges_tells_its_log_sum_exp():
-    # Scores of 0 and 2 over the root of 4 columns a head; the second row has no edge.
-    graph = EdgeGraph(
-        indptr_N1=torch.tensor([0, 2, 2]), source_E=torch.tensor([0, 1], dtype=torch.int32), num_sources=2
-    )
-    kv = torch.tensor([[0.0] * 4 + [1.0] * 4, [0.5] * 4 + [3.0] * 4])
-    out, lse = operations.ATTENTION_PART.function(torch.ones(2, 4), kv, None, graph, 1)
-    e = math.e
-    assert out[0, 0].tolist() == pytest.approx([(1 + 3 * e) / (1 + e)] * 4)
-    assert lse[0].item() == pytest.approx(math.log(1 + e))
-    assert (out[1].abs().sum().item(), lse[1].item()) == (0, -math.inf)
-
-
 def arguments_of(kind: TaskKind) -> tuple[tuple[object, ...], tuple[int, ...]]:
     """Return arguments for an operation, and the shape of their task by hand."""
     x = torch.zeros(5, 4)
@@ -268,8 +255,8 @@ def test_the_shape_of_a_task_counts_what_its_kind_says(operation):
 
 
 def test_every_compute_task_of_the_model_has_one_operation():
-    # Packing, padding and merging belong to the exchanges; batches, clipping, the update and what compresses gradients
-    # to the trainer.
-    elsewhere = {TaskKind.HALO_PACK, TaskKind.PAD_ROWS, TaskKind.MERGE} | UPDATES | BATCH_KINDS
+    # Packing, padding, merging and passes of attention belong to the exchanges; batches, clipping, the update and what
+    # compresses gradients to the trainer.
+    elsewhere = {TaskKind.HALO_PACK, TaskKind.PAD_ROWS, TaskKind.MERGE} | ATTENTION_PASSES | UPDATES | BATCH_KINDS
     expected = {kind for kind in TaskKind if not kind.is_collective} - elsewhere
     assert sorted(operation.kind for operation in ALL_OPERATIONS) == sorted(expected)

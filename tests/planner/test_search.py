@@ -412,7 +412,7 @@ def test_no_plan_fits_into_next_to_no_memory(folder):
     assert reasons[0] == "does not fit into a device's memory, most of which context would take (6)"
     assert reasons[1].startswith("plan.num_ranks=64 must not exceed cluster.num_devices=2")
     assert told.split("the nearest to fitting: ")[1].startswith(
-        "rank 0 needs 477.2 MiB of 9.766 KiB, most of it context"
+        "rank 0 needs 477.3 MiB of 9.766 KiB, most of it context"
     )
 
 
@@ -430,7 +430,7 @@ def test_a_calibration_of_another_device_is_refused(folder):
     [
         ({"num_ranks": (2,)}, lambda plan: plan.num_ranks == 2),
         ({"batches": (BatchKind.CLUSTERS,)}, lambda plan: not plan.is_full_graph),
-        ({"exchanges": (Exchange.HALO,)}, lambda plan: plan.exchange == (Exchange.HALO,) * 2),
+        ({"exchanges": (Exchange.ALL_GATHER,)}, lambda plan: plan.exchange == (Exchange.ALL_GATHER,) * 2),
         ({"recomputes": (Recompute.LAYER,)}, lambda plan: plan.recompute == (Recompute.LAYER,) * 2),
         ({"precisions": (Dtype.BFLOAT16,)}, lambda plan: plan.precision is Dtype.BFLOAT16),
         (

@@ -12,7 +12,7 @@ from simulator.errors import CalibrationError
 from simulator.simulation import simulate
 from simulator.specs.calibration import Calibration, ComputeSample
 from simulator.specs.plan import Plan
-from simulator.specs.program import COLLECTIVES, Phase, TaskKind
+from simulator.specs.program import ATTENTION_PASSES, COLLECTIVES, Phase, TaskKind
 from simulator.specs.trace import Span, Trace, TraceOrigin
 from tests.made import (
     equal_parts,
@@ -323,7 +323,7 @@ def test_a_kind_without_samples_is_an_error():
         recalibrate(dataclasses.replace(CALIBRATION, computes=computes), CLUSTER, [run(trace)])
 
 
-@pytest.mark.parametrize("kind", sorted(set(TaskKind) - COLLECTIVES))
+@pytest.mark.parametrize("kind", sorted(set(TaskKind) - COLLECTIVES - ATTENTION_PASSES))
 def test_the_made_calibration_has_every_kind(kind):
     phases = {sample.phase for sample in CALIBRATION.computes if sample.kind is kind}
     assert phases == set(phases_of(kind))

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.costs import ComputeCosts, attention_features, task_bytes, task_flops
+from simulator.costs import ComputeCosts, attention_features, pass_features, task_bytes, task_flops
 from simulator.errors import CalibrationError
 from simulator.specs.calibration import Calibration
-from simulator.specs.program import COLLECTIVES, SHAPE_FIELDS, Phase, TaskKind
+from simulator.specs.program import ATTENTION_PASSES, COLLECTIVES, SHAPE_FIELDS, Phase, TaskKind
 from simulator.specs.units import Dtype
 from tests.made import (
     DEVICE_NAME,
@@ -20,7 +20,7 @@ from tests.made import (
     phases_of,
 )
 
-COMPUTES = sorted(set(TaskKind) - COLLECTIVES)
+COMPUTES = sorted(set(TaskKind) - COLLECTIVES - ATTENTION_PASSES)
 MADE = ComputeCosts(made_calibration(), busy_devices=1)
 
 # Laws of monotone cost by amount of work: a floor of launching, a cache that overflows, a rate that rises with size.
@@ -209,17 +209,17 @@ ATTENTIONS = [
 ]
 
 
-def attention_costs() -> ComputeCosts:
+def attention_samples() -> Calibration:
     samples = [
         made_sample(TaskKind.ATTENTION, phase, shape, attention_seconds(phase, shape, ratio), beyond_cache_ratio=ratio)
         for shape, ratio in ATTENTIONS
         for phase in (Phase.FORWARD, Phase.BACKWARD)
     ]
-    calibration = Calibration(device_name=DEVICE_NAME, environment=(), computes=tuple(samples), collectives=())
-    return ComputeCosts(calibration, busy_devices=1)
+    return Calibration(device_name=DEVICE_NAME, environment=(), computes=tuple(samples), collectives=())
 
 
-ATTENTION_COSTS = attention_costs()
+ATTENTION_SAMPLES = attention_samples()
+ATTENTION_COSTS = ComputeCosts(ATTENTION_SAMPLES, busy_devices=1)
 
 
 def priced_attention(phase: Phase, shape: tuple[int, ...], ratio: float | None) -> float:
@@ -270,6 +270,68 @@ def test_features_of_attention_by_hand():
     short_bytes, long_bytes = 3 * 32 + 6 * 48, 8 * 32 + 5 * 48
     backward = (1, 9, 18, 4 * 9 * 16, 22, 44, short_bytes, long_bytes, 0.5 * (short_bytes + long_bytes))
     assert attention_features(Phase.BACKWARD, shape, Dtype.BFLOAT16, 0.5) == backward
+
+
+# --- The passes of attention's backward pass.
+
+SOURCES, TARGETS = TaskKind.ATTENTION_SOURCES, TaskKind.ATTENTION_TARGETS
+
+
+def priced_pass(costs: ComputeCosts, kind: TaskKind, shape: tuple[int, ...], ratio: float) -> float:
+    task = dataclasses.replace(made_task(kind, shape, phase=Phase.BACKWARD), beyond_cache_ratio=ratio)
+    return costs.price(task).device_seconds
+
+
+@given(
+    targets=st.integers(1, 50_000),
+    sources=st.integers(1, 50_000),
+    edges=st.integers(0, 10**6),
+    shares=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+    ratio=st.floats(0, 1),
+)
+def test_both_passes_of_attention_cost_what_its_backward_pass_costs(targets, sources, edges, shares, ratio):
+    shape = (targets, sources, edges, *(int(share * edges) for share in shares), 8, 16)
+    passes = [priced_pass(ATTENTION_COSTS, kind, shape, ratio) for kind in (SOURCES, TARGETS)]
+    assert min(passes) > 0
+    assert sum(passes) == pytest.approx(priced_attention(Phase.BACKWARD, shape, ratio))
+
+
+def test_passes_of_attention_by_hand():
+    # In bf16: rows of 2 heads of 4 are 16 bytes. A pass over 11 edges of 6 sources, 5 of them long, gathers two rows
+    # and 16 bytes of numbers an edge; one over those of 3 targets, 8 of them long, two rows.
+    shape = (3, 6, 11, 8, 5, 2, 4)
+    sources = (0.5, 6, 12, 4 * 6 * 16, 11, 22, 6 * 48, 5 * 48, 0.5 * 11 * 48)
+    targets = (0.5, 3, 6, 4 * 3 * 16, 11, 22, 3 * 32, 8 * 32, 0.5 * 11 * 32)
+    assert pass_features(SOURCES, shape, Dtype.BFLOAT16, 0.5) == sources
+    assert pass_features(TARGETS, shape, Dtype.BFLOAT16, 0.5) == targets
+
+
+@given(slower=st.floats(0.2, 5))
+def test_traces_of_a_pass_correct_it_alone_and_those_of_the_whole_correct_both(slower):
+    shape, ratio = ATTENTIONS[0]
+    before = {kind: priced_pass(ATTENTION_COSTS, kind, shape, ratio) for kind in (SOURCES, TARGETS)}
+    whole_seconds = priced_attention(Phase.BACKWARD, shape, ratio)
+
+    def traced(kind: TaskKind, seconds: float) -> ComputeCosts:
+        sample = made_sample(
+            kind, Phase.BACKWARD, shape, seconds, beyond_cache_ratio=ratio, is_from_trace=True, origin="trace"
+        )
+        known = ATTENTION_SAMPLES.computes
+        return ComputeCosts(dataclasses.replace(ATTENTION_SAMPLES, computes=(*known, sample)), busy_devices=1)
+
+    costs = traced(SOURCES, slower * before[SOURCES])
+    assert priced_pass(costs, SOURCES, shape, ratio) == pytest.approx(slower * before[SOURCES], rel=1e-6)
+    assert priced_pass(costs, TARGETS, shape, ratio) == pytest.approx(before[TARGETS])
+    costs = traced(TaskKind.ATTENTION, slower * whole_seconds)
+    for kind, seconds in before.items():
+        assert priced_pass(costs, kind, shape, ratio) == pytest.approx(slower * seconds, rel=1e-6)
+
+
+def test_a_pass_of_attention_takes_half_of_the_launches():
+    costs = ComputeCosts(made_calibration(host_seconds=8e-6), busy_devices=1)
+    for kind in (SOURCES, TARGETS):
+        task = made_task(kind, (64, 64, 512, 0, 0, 4, 4), phase=Phase.BACKWARD)
+        assert costs.price(task).host_seconds == pytest.approx(4e-6)
 
 
 # --- Counts of work.

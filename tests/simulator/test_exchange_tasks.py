@@ -13,7 +13,7 @@ from simulator.simulation import simulate
 from simulator.specs.cluster import LinkSpec
 from simulator.specs.model import EdgeBias, ModelSpec
 from simulator.specs.plan import Exchange, ExchangePayload, Plan
-from simulator.specs.program import Phase, Stream, Task, TaskKind
+from simulator.specs.program import ATTENTION_PASSES, Phase, Stream, Task, TaskKind
 from simulator.specs.units import Dtype
 from simulator.workload import lower
 from tests.made import (
@@ -80,35 +80,92 @@ def plan_of(exchange: Exchange, **fields: Any) -> Plan:
 
 
 def test_an_overlapped_halo_by_hand():
-    # Backward, the gradients of the halo travel while the inner part runs.
+    # Backward, the gradients of the halo travel while the pass over targets runs; both passes go over all 12 edges.
+    whole = (10, 13, 12, 8, 6, 2, 4)
     assert attention_of(plan_of(HALO, overlap_exchange=True)) == [
         ("query_key_value", TaskKind.PROJECTION, (10, 8, 24)),
-        ("pack", TaskKind.HALO_PACK, (0, 4, 16)),
+        ("pack", TaskKind.HALO_PACK, (10, 4, 16)),
         ("exchange", TaskKind.ALL_TO_ALL, (0, 4 * 16 * 4)),
         ("attention_interior", TaskKind.ATTENTION, (10, 10, 5, 1, 2, 2, 4)),
         ("attention_halo", TaskKind.ATTENTION, (6, 3, 7, 6, 4, 2, 4)),
         ("merge", TaskKind.MERGE, (10, 6, 2, 4)),
-        ("merge.backward", TaskKind.MERGE, (10, 6, 2, 4)),
-        ("attention_halo.backward", TaskKind.ATTENTION, (6, 3, 7, 6, 4, 2, 4)),
+        ("attention_sources.backward", TaskKind.ATTENTION_SOURCES, whole),
         ("exchange.backward", TaskKind.ALL_TO_ALL, (0, 3 * 16 * 4)),
-        ("attention_interior.backward", TaskKind.ATTENTION, (10, 10, 5, 1, 2, 2, 4)),
-        ("pack.backward", TaskKind.HALO_PACK, (10, 4, 16)),
-        ("boundary_queries.backward", TaskKind.COPY_ROWS, (10, 8)),
+        ("attention_targets.backward", TaskKind.ATTENTION_TARGETS, whole),
+        ("pack.backward", TaskKind.HALO_PACK, (0, 4, 16)),
         ("query_key_value.backward", TaskKind.PROJECTION, (10, 8, 24)),
     ]
 
 
-def test_rows_in_the_place_of_keys_and_values_by_hand():
-    # Half the bytes, and the projection of the 3 rows that came.
-    assert attention_of(plan_of(HALO, overlap_exchange=True, exchange_payload=ROWS))[:7] == [
+def test_an_overlapped_all_gather_with_a_bias_by_hand():
+    # Own rows come back too, so their gradients go out and come summed; in two messages they are copied out of these.
+    model = made_model(width=8, num_heads=2, num_layers=1, edge_bias=EdgeBias.DEGREE)
+    whole = (10, 40, 12, 8, 6, 2, 4)
+    assert attention_of(plan_of(GATHER, overlap_exchange=True, exchange_chunk_bytes=11 * 64), model) == [
+        ("query_key_value", TaskKind.PROJECTION, (10, 8, 24)),
+        ("pack_chunk0", TaskKind.PAD_ROWS, (10, 11, 16)),
+        ("exchange_chunk0", TaskKind.ALL_GATHER, (11 * 64,)),
+        ("pack_chunk1", TaskKind.PAD_ROWS, (0, 9, 16)),
+        ("exchange_chunk1", TaskKind.ALL_GATHER, (9 * 64,)),
+        ("edge_bias_interior", TaskKind.EDGE_BIAS, (5, 2)),
+        ("attention_interior", TaskKind.ATTENTION, (10, 10, 5, 1, 2, 2, 4)),
+        ("edge_bias", TaskKind.EDGE_BIAS, (12, 2)),
+        ("edge_bias_halo", TaskKind.EDGE_BIAS, (7, 2)),
+        ("attention_halo", TaskKind.ATTENTION, (6, 40, 7, 6, 4, 2, 4)),
+        ("merge", TaskKind.MERGE, (10, 6, 2, 4)),
+        ("attention_sources.backward", TaskKind.ATTENTION_SOURCES, whole),
+        ("exchange_chunk1.backward", TaskKind.REDUCE_SCATTER, (2 * 9 * 64,)),
+        ("exchange_chunk0.backward", TaskKind.REDUCE_SCATTER, (2 * 11 * 64,)),
+        ("attention_targets.backward", TaskKind.ATTENTION_TARGETS, whole),
+        ("edge_bias.backward", TaskKind.EDGE_BIAS, (12, 2)),
+        ("pack_chunk1.backward", TaskKind.COPY_ROWS, (0, 16)),
+        ("pack_chunk0.backward", TaskKind.COPY_ROWS, (10, 16)),
+        ("query_key_value.backward", TaskKind.PROJECTION, (10, 8, 24)),
+    ]
+
+
+def test_overlapped_rows_in_the_place_of_keys_and_values_by_hand():
+    # Half the bytes, and the projection of the 3 rows that came; that of own rows overlaps, forward and back.
+    whole = (10, 13, 12, 8, 6, 2, 4)
+    assert attention_of(plan_of(HALO, overlap_exchange=True, exchange_payload=ROWS)) == [
         ("pack", TaskKind.HALO_PACK, (0, 4, 8)),
         ("exchange", TaskKind.ALL_TO_ALL, (0, 4 * 8 * 4)),
-        ("query_key_value", TaskKind.PROJECTION, (10, 8, 24)),
+        ("query", TaskKind.PROJECTION, (10, 8, 8)),
+        ("key_value", TaskKind.PROJECTION, (10, 8, 16)),
         ("attention_interior", TaskKind.ATTENTION, (10, 10, 5, 1, 2, 2, 4)),
-        ("key_value", TaskKind.PROJECTION, (3, 8, 16)),
+        ("key_value_halo", TaskKind.PROJECTION, (3, 8, 16)),
         ("attention_halo", TaskKind.ATTENTION, (6, 3, 7, 6, 4, 2, 4)),
         ("merge", TaskKind.MERGE, (10, 6, 2, 4)),
+        ("attention_sources.backward", TaskKind.ATTENTION_SOURCES, whole),
+        ("key_value_halo.backward", TaskKind.PROJECTION, (3, 8, 16)),
+        ("exchange.backward", TaskKind.ALL_TO_ALL, (0, 3 * 8 * 4)),
+        ("attention_targets.backward", TaskKind.ATTENTION_TARGETS, whole),
+        ("query.backward", TaskKind.PROJECTION, (10, 8, 8)),
+        ("key_value.backward", TaskKind.PROJECTION, (10, 8, 16)),
+        ("pack.backward", TaskKind.HALO_PACK, (0, 4, 8)),
     ]
+    # In bf16 of an fp32 run: an all-gather brings own rows rounded, so the exact ones are put in their place; their
+    # keys and values get all gradients from what was gathered.
+    gathered = plan_of(GATHER, overlap_exchange=True, exchange_payload=ROWS, exchange_precision=Dtype.BFLOAT16)
+    found = attention_of(gathered)
+    assert found[6:10] == [
+        ("widen", TaskKind.COPY_ROWS, (40, 8)),
+        ("own_rows", TaskKind.COPY_ROWS, (10, 8)),
+        ("key_value_halo", TaskKind.PROJECTION, (40, 8, 16)),
+        ("attention_halo", TaskKind.ATTENTION, (6, 40, 7, 6, 4, 2, 4)),
+    ]
+    assert found[12:] == [
+        ("key_value_halo.backward", TaskKind.PROJECTION, (40, 8, 16)),
+        ("widen.backward", TaskKind.COPY_ROWS, (40, 8)),
+        ("exchange.backward", TaskKind.REDUCE_SCATTER, (40 * 8 * 2,)),
+        ("attention_targets.backward", TaskKind.ATTENTION_TARGETS, (10, 40, 12, 8, 6, 2, 4)),
+        ("query.backward", TaskKind.PROJECTION, (10, 8, 8)),
+        ("narrow.backward", TaskKind.COPY_ROWS, (20, 8)),
+        ("pack.backward", TaskKind.COPY_ROWS, (10, 8)),
+    ]
+
+
+def test_rows_in_the_place_of_keys_and_values_by_hand():
     assert attention_of(plan_of(GATHER, exchange_payload=ROWS))[:5] == [
         ("pack", TaskKind.PAD_ROWS, (10, 20, 8)),
         ("exchange", TaskKind.ALL_GATHER, (20 * 8 * 4,)),
@@ -162,12 +219,11 @@ def test_messages_of_a_bound_by_hand():
         (0, 0),
     ]
     packs = [(name, shape) for name, kind, shape in first if kind is TaskKind.HALO_PACK]
-    # Own rows are copied with the first message; the gradients of the last one are added first, to those of own rows.
+    # Own rows are copied with the first message; the gradients of the last one are added first, all in place.
     assert packs == [
         ("pack_chunk0", (10, 1, 16)),
         *[(f"pack_chunk{index}", (0, 1, 16)) for index in (1, 2, 3)],
-        ("pack_chunk3.backward", (10, 1, 16)),
-        *[(f"pack_chunk{index}.backward", (0, 1, 16)) for index in (2, 1, 0)],
+        *[(f"pack_chunk{index}.backward", (0, 1, 16)) for index in (3, 2, 1, 0)],
     ]
 
 
@@ -196,11 +252,11 @@ def test_what_overlaps_waits_for_no_exchange_and_what_needs_it_does(exchange, pa
         plan_of(exchange, overlap_exchange=True, exchange_payload=payload, exchange_chunk_bytes=chunk_bytes)
     )
     names = [task.name.removeprefix("layer0.") for task in tasks]
-    needs = "attention_halo" if payload is ExchangePayload.KEYS_AND_VALUES else "key_value"
+    needs = "attention_halo" if payload is ExchangePayload.KEYS_AND_VALUES else "key_value_halo"
     takes_back = next(name for name in names if name.startswith("pack") and name.endswith(".backward"))
     for phase, first_user, meanwhile in (
         (Phase.FORWARD, needs, "attention_interior"),
-        (Phase.BACKWARD, takes_back, "attention_interior.backward"),
+        (Phase.BACKWARD, takes_back, "attention_targets.backward"),
     ):
         under_way = {i for i, task in enumerate(tasks) if task.kind.is_collective and task.phase is phase}
         assert under_way
@@ -218,10 +274,23 @@ def test_an_exchange_that_overlaps_is_hidden_behind_attention_over_own_rows(exch
     model, cluster = made_model(num_layers=1), made_cluster(devices_per_host=2)
     trace = simulate(plan, graph_of(partition), model, cluster, made_calibration())
     spans = {span.name.removeprefix("layer0."): span for span in trace.spans if span.rank == 0}
-    for suffix, first_user in (("", "attention_halo"), (".backward", "pack.backward")):
-        sent, inner = spans[f"exchange{suffix}"], spans[f"attention_interior{suffix}"]
-        assert inner.start_seconds < sent.end_seconds < inner.end_seconds
-        assert spans[first_user].start_seconds >= sent.end_seconds
+    for sent, meanwhile, first_user in (
+        ("exchange", "attention_interior", "attention_halo"),
+        ("exchange.backward", "attention_targets.backward", "pack.backward"),
+    ):
+        assert spans[meanwhile].start_seconds < spans[sent].end_seconds < spans[meanwhile].end_seconds
+        assert spans[first_user].start_seconds >= spans[sent].end_seconds
+
+
+def test_gradients_of_an_overlapped_attention_are_reduced_when_all_of_it_has_run_backward():
+    # One node of autograd gives all of them, so that of the weight is not there before those of rows have come back.
+    fields: dict[str, Any] = {"overlap_gradients": True, "gradient_bucket_bytes": 4}
+    plan = plan_of(HALO, overlap_exchange=True, exchange_payload=ROWS, **fields)
+    names = [task.name.removeprefix("layer0.") for task in tasks_of(plan)]
+    start, end = names.index("attention_sources.backward"), names.index("pack.backward")
+    assert not any(name.startswith("gradients") for name in names[start:end])
+    assert names[end + 1].startswith("gradients.bucket")
+    assert names[end + 2] == "attention_norm.backward"
 
 
 # --- Invariants.
@@ -303,13 +372,19 @@ def test_messages_together_carry_what_one_would(drawn):
 
 
 @given(exchanging_plans())
-def test_the_two_parts_of_attention_have_all_its_edges(drawn):
+def test_the_two_parts_of_attention_have_all_its_edges_and_so_has_each_pass_back(drawn):
     plan, model = drawn
     whole = lower(dataclasses.replace(plan, overlap_exchange=False), graph_of(plan.partition), model, CPU).tasks
     parts = lower(dataclasses.replace(plan, overlap_exchange=True), graph_of(plan.partition), model, CPU).tasks
+
+    def edges(tasks: Sequence[Task], phase: Phase, *kinds: TaskKind) -> int:
+        return sum(task.shape[2] for task in tasks if task.kind in kinds and task.phase is phase)
+
     for before, after in zip(whole, parts, strict=True):
-        edges = [sum(task.shape[2] for task in tasks if task.kind is TaskKind.ATTENTION) for tasks in (before, after)]
-        assert edges[0] == edges[1]
+        of_phase = [edges(before, phase, TaskKind.ATTENTION) for phase in (Phase.FORWARD, Phase.BACKWARD)]
+        assert edges(after, Phase.FORWARD, TaskKind.ATTENTION) == of_phase[0]
+        for kind in ATTENTION_PASSES:
+            assert edges(after, Phase.BACKWARD, TaskKind.ATTENTION, kind) == of_phase[1]
 
 
 @given(exchanging_plans())
@@ -333,9 +408,7 @@ def hierarchical_tasks(*, rank: int, **fields: Any) -> list[tuple[str, tuple[int
     )
     moving = (TaskKind.HALO_PACK, TaskKind.ALL_TO_ALL, TaskKind.COPY_ROWS)
     return [
-        (task.name.removeprefix("layer0."), task.shape, task.group)
-        for task in tasks.tasks[rank]
-        if task.kind in moving and "queries" not in task.name
+        (task.name.removeprefix("layer0."), task.shape, task.group) for task in tasks.tasks[rank] if task.kind in moving
     ]
 
 
@@ -349,16 +422,16 @@ def test_a_hierarchical_halo_by_hand():
         ("host_pack", (10 + 4, 1, 16), ()),
         ("host_exchange", (0, 1 * row), host),
         ("host_exchange.backward", (0, 2 * row), host),
-        ("host_pack.backward", (10 + 4, 1, 16), ()),
+        ("host_pack.backward", (0, 1, 16), ()),
         ("exchange.backward", (0, 2 * row, 2 * row), group),
-        ("pack.backward", (10, 3, 16), ()),
+        ("pack.backward", (0, 3, 16), ()),
     ]
     # Rank 2 has nobody to pass rows on to.
     assert hierarchical_tasks(rank=2) == [
         ("pack", (30, 4, 16), ()),
         ("exchange", (2 * row, 2 * row, 0), group),
         ("exchange.backward", (2 * row, 2 * row, 0), group),
-        ("pack.backward", (30, 4, 16), ()),
+        ("pack.backward", (0, 4, 16), ()),
     ]
 
 
@@ -370,7 +443,7 @@ def test_an_overlapped_hierarchical_halo_in_another_format_by_hand():
         ("narrow", (4, 8), ()),
         ("exchange", (2 * row, 0, 2 * row), group),
         ("widen", (3, 8), ()),
-        ("host_pack", (3, 2, 8), ()),
+        ("host_pack", (0, 2, 8), ()),
         ("host_narrow", (2, 8), ()),
         ("host_exchange", (2 * row, 0), host),
         ("host_widen", (1, 8), ()),
@@ -378,11 +451,11 @@ def test_an_overlapped_hierarchical_halo_in_another_format_by_hand():
         ("host_widen.backward", (1, 8), ()),
         ("host_exchange.backward", (1 * row, 0), host),
         ("host_narrow.backward", (2, 8), ()),
-        ("host_pack.backward", (3, 2, 8), ()),
+        ("host_pack.backward", (0, 2, 8), ()),
         ("widen.backward", (3, 8), ()),
         ("exchange.backward", (1 * row, 0, 2 * row), group),
         ("narrow.backward", (4, 8), ()),
-        ("pack.backward", (20, 4, 8), ()),
+        ("pack.backward", (0, 4, 8), ()),
     ]
 
 

@@ -167,14 +167,14 @@ def test_buckets_whose_gradients_never_come_are_reduced_behind_the_backward_pass
     ("parameter", "operations"),
     [
         ("layer1.attention_output.bias", {"layer1.attention_output"}),
-        ("layer1.query_key_value.weight", {"layer1.query", "layer1.key_value"}),
-        ("layer1.edge_bias", {"layer1.edge_bias_interior", "layer1.edge_bias_halo"}),
+        ("layer1.query_key_value.weight", {"layer1.query", "layer1.key_value", "layer1.key_value_halo"}),
+        ("layer1.edge_bias", {"layer1.edge_bias"}),
         ("layer2.edge_bias", set()),
         ("head.norm.weight", {"head.norm"}),
     ],
 )
 def test_a_gradient_is_there_when_all_operations_with_the_parameter_have_run_backward(parameter, operations):
-    step = ["layer1.query", "layer1.key_value", "layer1.edge_bias_interior", "layer1.edge_bias_halo", "layer1.exchange"]
+    step = ["layer1.query", "layer1.key_value", "layer1.key_value_halo", "layer1.edge_bias", "layer1.exchange"]
     assert gradient_operations(parameter, [*step, "layer1.attention_output", "head.norm", "loss"]) == operations
 
 

@@ -131,7 +131,7 @@ def test_compressed_gradients_take_what_they_keep_and_what_passes_beside_the_bac
 
 def test_a_step_an_evaluation_and_messages_behind_the_backward_pass_take_the_same_memory_in_turn():
     how = GradientCompression(kind=CompressionKind.TOP_K, kept_ratio=1.0)
-    partition = equal_parts(8, num_nodes=400, num_edges=1600, halo_rows=5)
+    partition = equal_parts(8, num_nodes=320, num_edges=1280, halo_rows=5)
     plan = made_plan(partition, data_parallel_degree=2, graph_parallel_degree=1, gradient_compression=how)
     memory = memory_of(plan)[0]
     elements = num_parameters(graph_of(partition), made_model())
@@ -402,32 +402,70 @@ def test_heads_hold_the_edges_of_the_whole_batch_and_attention_of_their_own():
     # 4000 edges more, of three numbers in int32.
     assert heads["inputs"] - halo["inputs"] == 4000 * 12
     # Of 1000 rows instead of 500 and 540, half the columns: queries, keys, values, outputs and log-sum-exps.
-    per_layer = 1000 * 3 * 8 * 4 + 1000 * 2 * 4 + 1000 * 8 * 4 - ((500 + 2 * 540) * 16 * 4 + 500 * 4 * 4)
+    # A halo also keeps own keys and values beside the queries.
+    per_layer = 1000 * 3 * 8 * 4 + 1000 * 2 * 4 + 1000 * 8 * 4 - ((500 + 2 * 540 + 2 * 500) * 16 * 4 + 500 * 4 * 4)
     assert heads["activations"] - halo["activations"] == 2 * per_layer
 
 
-def test_an_overlapped_exchange_keeps_both_outputs_of_attention_and_their_weights():
+def test_an_overlapped_exchange_keeps_what_one_in_turn_keeps_and_its_edges_in_two_sets_too():
     plan = made_plan(equal_parts(2, num_nodes=1000, num_edges=8000, halo_rows=40))
-    parts = tuple(
-        dataclasses.replace(part, num_boundary_nodes=100, boundary_nodes_from=(100, 0)) for part in plan.partition.parts
-    )
-    plan = dataclasses.replace(plan, partition=dataclasses.replace(plan.partition, parts=parts))
     (before, _), (after, _) = (
         memory_of(dataclasses.replace(plan, overlap_exchange=overlaps)) for overlaps in (False, True)
     )
-    # Queries, log-sum-exps and outputs of 100 rows, all outputs once more before the merge, and two weights a head.
-    per_layer = 100 * 16 * 4 + 100 * 4 * 4 + 100 * 16 * 4 + 500 * 16 * 4 + 2 * 600 * 4 * 4
-    assert after["activations"] - before["activations"] == 2 * per_layer
+    # 4000 edges, each in one of two sets: its source in int32.
+    assert after.pop("inputs") - before.pop("inputs") == 4000 * 4
+    assert after == before
+
+
+def test_an_overlapped_exchange_of_16_bits_keeps_the_unrounded_output_on_cpus_and_bytes_on_gpus():
+    plan = made_plan(equal_parts(2, num_nodes=1000, num_edges=8000, halo_rows=40), precision=Dtype.BFLOAT16)
+    for kind, more in ((DeviceKind.CPU, 4), (DeviceKind.CUDA, 0)):
+        before, after = (
+            dict(
+                peak_memory(
+                    dataclasses.replace(plan, overlap_exchange=overlaps),
+                    graph_of(plan.partition),
+                    made_model(),
+                    made_cluster(kind=kind),
+                )[0]
+            )
+            for overlaps in (False, True)
+        )
+        assert after["activations"] - before["activations"] == 2 * 500 * 16 * more
+
+
+def test_an_overlapped_exchange_of_rows_keeps_own_rows_where_the_norm_wrote_them():
+    plan = made_plan(
+        equal_parts(2, num_nodes=1000, num_edges=8000, halo_rows=40), exchange_payload=ExchangePayload.ROWS
+    )
+    (before, _), (after, _) = (
+        memory_of(dataclasses.replace(plan, overlap_exchange=overlaps)) for overlaps in (False, True)
+    )
+    # Of 500 own and 40 other rows of 16 numbers on two layers, the others alone.
+    assert before["activations"] - after["activations"] == 2 * 500 * 16 * 4
+    gathered = dataclasses.replace(plan, exchange=(Exchange.ALL_GATHER,) * 2)
+    (before, _), (after, _) = (
+        memory_of(dataclasses.replace(gathered, overlap_exchange=overlaps)) for overlaps in (False, True)
+    )
+    assert before["activations"] == after["activations"]
+
+
+def test_queries_keep_own_keys_and_values_beside_those_that_attention_reads():
+    # One product makes all three side by side. Where rows travel keys and values have a product of their own.
+    cut = equal_parts(2, num_nodes=1000, num_edges=8000, halo_rows=40)
+    keys, rows = (memory_of(made_plan(cut, exchange_payload=payload))[0] for payload in ExchangePayload)
+    per_layer = 500 * 2 * 16 * 4 - (500 + 40) * 16 * 4
+    assert keys["activations"] - rows["activations"] == 2 * per_layer
 
 
 def test_a_hierarchical_exchange_keeps_what_came_first_until_it_was_passed_on():
-    # Rank 0 sends 3 rows; then 1 is passed on, beside the 4 that came, and its 10 own rows unless these overlap. Rank 2
-    # has no ranks beside it: it sends 4.
+    # Rank 0 sends 3 rows; then 1 is passed on, beside the 4 that came and its 10 own rows, unless these overlap: then
+    # what comes stays where it is. Rank 2 has no ranks beside it: it sends 4.
     cut, row_bytes = three_parts_on_two_hosts(), 32 * 4
     plan = made_plan(cut, exchange=(Exchange.HIERARCHICAL_HALO,) * 2)
     assert [memory["messages"] for memory in memory_of(plan)] == [15 * row_bytes, 25 * row_bytes, 4 * row_bytes]
     beside = dataclasses.replace(plan, overlap_exchange=True)
-    assert [memory["messages"] for memory in memory_of(beside)] == [5 * row_bytes, 5 * row_bytes, 4 * row_bytes]
+    assert [memory["messages"] for memory in memory_of(beside)] == [3 * row_bytes, 4 * row_bytes, 4 * row_bytes]
     flat = dataclasses.replace(plan, exchange=(Exchange.HALO,) * 2)
     for name in ("activations", "workspace"):
         assert [memory[name] for memory in memory_of(plan)] == [memory[name] for memory in memory_of(flat)]

@@ -324,11 +324,9 @@ def test_a_program_by_hand():
         ("head.linear", TaskKind.LINEAR, (10, 8, 5)),
         ("loss", TaskKind.LOSS, (10, 5, 5)),
     ]
-    # Backward, three halo rows' gradients go back to rank 1.
-    backward = [
-        (f"{name}.backward", kind, (0, 3 * 16 * 2) if name == "layer0.exchange" else shape)
-        for name, kind, shape in reversed(forward)
-    ]
+    # Backward, three halo rows' gradients go back to rank 1, and four come, which are added in place.
+    others = {"layer0.exchange": (0, 3 * 16 * 2), "layer0.pack": (0, 4, 16)}
+    backward = [(f"{name}.backward", kind, others.get(name, shape)) for name, kind, shape in reversed(forward)]
     # Gradients of all parameters in fp32, and the loss.
     update = [
         ("gradients.bucket0", TaskKind.ALL_REDUCE, (4 * (parameters + 1),)),
@@ -529,11 +527,16 @@ def test_the_backward_pass_is_the_forward_pass_reversed(drawn):
         forward = [task.name for task in rank if task.phase is Phase.FORWARD and task.name != "batch"]
         backward = [task.name for task in rank if task.phase is Phase.BACKWARD]
         both = {name for name in forward if f"{name}.backward" in backward}
-        # What is a view forward has a task backward alone; nothing has a forward task alone.
-        assert both == set(forward)
+        # What is a view forward has a task backward alone; nothing has a forward task alone, but for attention that
+        # overlaps: forward over two sets of edges, backward in two passes over all.
+        only_forward = {name.split(".")[1] for name in forward if name not in both}
         only_backward = {name.split(".")[1] for name in backward if name.removesuffix(".backward") not in both}
-        assert only_backward <= {"heads", "boundary_queries"}
-        if not plan.overlap_exchange:
+        if plan.overlap_exchange:
+            parts = {f"{task}{part}" for task in ("attention", "edge_bias") for part in ("_interior", "_halo")}
+            assert only_forward <= parts | {"merge", "key_value", "own_rows"}
+            assert only_backward <= {"heads", "attention_sources", "attention_targets"}
+        else:
+            assert (only_forward, only_backward - {"heads"}) == (set(), set())
             found = [name for name in backward if name.removesuffix(".backward") in both]
             assert found == [f"{name}.backward" for name in reversed(forward)]
 
