@@ -9,8 +9,8 @@ from simulator.specs.units import GB, GIB, MIB, TERA
 
 # NVIDIA A100 data sheet (2021): 19.5 TFLOP/s fp32, 312 TFLOP/s bf16, 1,555 GB/s (40 GB); 40 MB of L2. V100 data sheet
 # (2020): SXM2 32 GB, 900 GB/s, 15.7 TFLOP/s fp32, 125 TFLOP/s in tensor cores (fp16; it has no bf16); 6 MB of L2. RTX
-# 2080 Ti: Turing architecture paper (2018), founders edition: 11 GB, 616 GB/s, 14.2 TFLOP/s fp32, 56.9 TFLOP/s in tensor
-# cores with fp32 sums; 5.5 MB of L2.
+# 2080 Ti: Turing architecture paper (2018), founders edition: 11 GB, 616 GB/s, 14.2 TFLOP/s fp32, 56.9 TFLOP/s in
+# tensor cores with fp32 sums; 5.5 MB of L2.
 _A100_40 = DeviceSpec(
     kind=DeviceKind.CUDA,
     name="NVIDIA A100-SXM4-40GB",
