@@ -34,6 +34,7 @@ from tests.bench.result import Better, Figure, print_figures, write_figures
 from tests.made import (
     graph_of,
     made_calibration,
+    made_cluster,
     made_items,
     made_model,
     made_part,
@@ -87,10 +88,15 @@ def plan_of(num_parts: int, num_replicas: int) -> Plan:
 
 
 def costs_of(num_ranks: int) -> Pricing:
-    """Return made costs of about the size of an H100's, on hosts of 8 with NVLink, rails and leaves."""
+    """Return made costs of about the size of an H100's, on hosts of 8 with NVLink and a network card each."""
     hosts = BUILT_IN_CLUSTERS["h100x8-ndr"]
-    device = replace(hosts.device, name="made device")  # as the calibration says
-    cluster = replace(hosts, num_hosts=-(-num_ranks // DEVICES_PER_HOST), device=device)
+    cluster = made_cluster(
+        num_hosts=-(-num_ranks // DEVICES_PER_HOST),
+        devices_per_host=DEVICES_PER_HOST,
+        kind=DeviceKind.CUDA,
+        device_link=hosts.device_link,
+        host_link=hosts.host_link,
+    )
 
     def compute_seconds(kind: TaskKind, phase: Phase, shape: tuple[int, ...]) -> float:
         return 5e-6 + 1e-12 * made_items(kind, shape) * (1 + (phase is Phase.BACKWARD))
