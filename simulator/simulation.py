@@ -204,12 +204,12 @@ def fold_priced(costs: Pricing, plan: Plan, program: Program, *, seed: int = 0, 
 
     def collective_cost(tasks: tuple[Task, ...]) -> CollectiveCost:
         cost = costs.collectives.price(tasks)
+        cost = replace(cost, host_seconds=cost.host_seconds + overhead_seconds, flows=aggregated(cost.flows))
+        if cluster.jitter == 0:
+            return cost
         delay = _jitter(cluster, seed, trial, tasks[0].group, tasks[0].name)
-        return CollectiveCost(
-            host_seconds=cost.host_seconds + overhead_seconds,
-            latency_seconds=cost.latency_seconds * delay,
-            flows=tuple(replace(flow, num_bytes=flow.num_bytes * delay) for flow in aggregated(cost.flows)),
-        )
+        flows = tuple(replace(flow, num_bytes=flow.num_bytes * delay) for flow in cost.flows)
+        return replace(cost, latency_seconds=cost.latency_seconds * delay, flows=flows)
 
     return fold(
         program,

@@ -4,47 +4,16 @@ import re
 from collections.abc import Iterable
 
 from simulator.errors import SpecError
-from simulator.specs.cluster import BUILT_IN_CLUSTERS, ClusterSpec, DeviceKind, DeviceSpec
-from simulator.specs.units import GB, GIB, MIB, TERA
+from simulator.specs.cluster import BUILT_IN_CLUSTERS, ClusterSpec, DeviceSpec
+from simulator.specs.machines import A100_40GB, RTX_2080_TI, V100
 
-# NVIDIA A100 data sheet (2021): 19.5 TFLOP/s fp32, 312 TFLOP/s bf16, 1,555 GB/s (40 GB); 40 MB of L2. V100 data sheet
-# (2020): SXM2 32 GB, 900 GB/s, 15.7 TFLOP/s fp32, 125 TFLOP/s in tensor cores (fp16; it has no bf16); 6 MB of L2. RTX
-# 2080 Ti: Turing architecture paper (2018), founders edition: 11 GB, 616 GB/s, 14.2 TFLOP/s fp32, 56.9 TFLOP/s in
-# tensor cores with fp32 sums; 5.5 MB of L2.
-_A100_40 = DeviceSpec(
-    kind=DeviceKind.CUDA,
-    name="NVIDIA A100-SXM4-40GB",
-    memory_bytes=40 * GIB,
-    memory_bandwidth_bytes_per_second=1555 * GB,
-    fp32_flops_per_second=19.5 * TERA,
-    bf16_flops_per_second=312 * TERA,
-    cache_bytes=40 * MIB,
-)
-_V100 = DeviceSpec(
-    kind=DeviceKind.CUDA,
-    name="Tesla V100-SXM2-32GB",
-    memory_bytes=32 * GIB,
-    memory_bandwidth_bytes_per_second=900 * GB,
-    fp32_flops_per_second=15.7 * TERA,
-    bf16_flops_per_second=125 * TERA,
-    cache_bytes=6 * MIB,
-)
-_RTX_2080_TI = DeviceSpec(
-    kind=DeviceKind.CUDA,
-    name="NVIDIA GeForce RTX 2080 Ti",
-    memory_bytes=11 * GIB,
-    memory_bandwidth_bytes_per_second=616 * GB,
-    fp32_flops_per_second=14.2 * TERA,
-    bf16_flops_per_second=56.9 * TERA,
-    cache_bytes=5 * MIB,
-)
 # Engineering names of the same devices, as drivers print them.
-_ALIASES = {"NVIDIA A100-PG509-200": _A100_40.name}
+_ALIASES = {"NVIDIA A100-PG509-200": A100_40GB.name}
 
 
 def known_devices() -> dict[str, DeviceSpec]:
     """Return the devices with known peaks, by name."""
-    found = [_A100_40, _V100, _RTX_2080_TI, *(cluster.device for cluster in BUILT_IN_CLUSTERS.values())]
+    found = [A100_40GB, V100, RTX_2080_TI, *(cluster.device for cluster in BUILT_IN_CLUSTERS.values())]
     return {device.name: device for device in found}
 
 

@@ -66,6 +66,41 @@ L40S = DeviceSpec(
     cache_bytes=96 * MIB,
 )
 
+# Of recorded traces, in no built-in cluster.
+
+# NVIDIA A100 data sheet (2021): 1,555 GB/s (40 GB), 19.5 TFLOP/s fp32, 312 TFLOP/s bf16; 40 MB of L2.
+A100_40GB = DeviceSpec(
+    kind=DeviceKind.CUDA,
+    name="NVIDIA A100-SXM4-40GB",
+    memory_bytes=40 * GIB,
+    memory_bandwidth_bytes_per_second=1555 * GB,
+    fp32_flops_per_second=19.5 * TERA,
+    bf16_flops_per_second=312 * TERA,
+    cache_bytes=40 * MIB,
+)
+# NVIDIA V100 data sheet (2020): SXM2 32 GB, 900 GB/s, 15.7 TFLOP/s fp32, 125 TFLOP/s in tensor cores (fp16; it has no
+# bf16); 6 MB of L2.
+V100 = DeviceSpec(
+    kind=DeviceKind.CUDA,
+    name="Tesla V100-SXM2-32GB",
+    memory_bytes=32 * GIB,
+    memory_bandwidth_bytes_per_second=900 * GB,
+    fp32_flops_per_second=15.7 * TERA,
+    bf16_flops_per_second=125 * TERA,
+    cache_bytes=6 * MIB,
+)
+# Turing architecture paper (2018), RTX 2080 Ti, founders edition: 11 GB, 616 GB/s, 14.2 TFLOP/s fp32, 56.9 TFLOP/s in
+# tensor cores with fp32 sums; 5.5 MB of L2.
+RTX_2080_TI = DeviceSpec(
+    kind=DeviceKind.CUDA,
+    name="NVIDIA GeForce RTX 2080 Ti",
+    memory_bytes=11 * GIB,
+    memory_bandwidth_bytes_per_second=616 * GB,
+    fp32_flops_per_second=14.2 * TERA,
+    bf16_flops_per_second=56.9 * TERA,
+    cache_bytes=5 * MIB,
+)
+
 # --- Links of a device to the others of its host: what collectives sustain.
 
 # Fourth-generation NVLink: 450 GB/s each way by the data sheet. Sustained 330 GB/s: all_to_all and all_reduce of 1 GiB

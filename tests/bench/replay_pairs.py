@@ -1,7 +1,7 @@
 """Records training steps of the executor in several settings, so that one can be predicted from another.
 
     python -m tests.bench.replay_pairs --out traces/replay_h200x2_202612          # one or two GPUs, under three minutes
-    python -m tests.bench.replay_pairs --out /tmp/pairs --device cpu              # tiny: checks the logic
+    python -m tests.bench.replay_pairs --out pairs --device cpu                   # tiny: checks the logic
 
 Every setting is a training by `run_plans`, eager, whose last step is kept as the file of torch's profiler for each rank
 (a few hundred kilobytes, gzipped), beside `settings.json`, which says what each setting is. Then
