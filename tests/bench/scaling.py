@@ -78,6 +78,9 @@ class Found:
 ON_TWO = {
     "halo": Choices(graph_parallel_degree=2),
     "halo, overlapped": Choices(graph_parallel_degree=2, overlap_exchange=True, overlap_gradients=True),
+    "all rows, overlapped": Choices(
+        graph_parallel_degree=2, overlap_exchange=True, overlap_gradients=True, exchange=Exchange.ALL_GATHER
+    ),
     "halo of rows, overlapped": Choices(
         graph_parallel_degree=2,
         overlap_exchange=True,
@@ -270,7 +273,7 @@ def measure(
                     f"{problem.name}, {width} wide: left out, the budget of {budget_seconds:.0f} s is spent", flush=True
                 )
                 continue
-            choices = {"one rank": Choices()} | (ON_TWO if width == WIDTHS[0] else dict(list(ON_TWO.items())[:2]))
+            choices = {"one rank": Choices()} | (ON_TWO if width == WIDTHS[0] else dict(list(ON_TWO.items())[:3]))
             found = trained(problem, width, choices, kind, compile_dense=compile_dense)
             if traces is not None:
                 _keep_traces(problem, width, choices, traces)
