@@ -69,13 +69,25 @@ class ApartExchange:
         rows_MC = like_NC.new_empty(num_own + self.exchange.num_received + num_passed, columns)
         return rows_MC, rows_MC[num_own:]
 
-    def start(self, rows_NC: Tensor, arrival_MC: Tensor, *, front: Tensor | None = None) -> Flight:
-        """Send own rows; arguments as of `bring_rows`."""
+    def own_rows_of(self, rows_MC: Tensor, num_rows: int) -> Tensor:
+        """Return room for own rows: their place among those of all sources, or elsewhere if it is not in one piece.
+
+        What a message brings in another number format, or one of several messages, has other places.
+        """
+        exchange = self.exchange
+        if self.has_own_rows:
+            return rows_MC[:num_rows]
+        if exchange.converts or exchange.num_messages > 1:
+            return rows_MC.new_empty(num_rows, rows_MC.shape[1])
+        return rows_MC[exchange.own_slot(self.graph_rank)][:num_rows]
+
+    def start(self, rows_NC: Tensor, arrival_MC: Tensor) -> Flight:
+        """Send own rows; an all-gather's may lie in their place among those that arrive. Else as `bring_rows`."""
         exchange = self.exchange
         arrival_MC = arrival_MC[: exchange.num_received]
         received = arrival_MC.new_empty(arrival_MC.shape, dtype=exchange.wire) if exchange.converts else arrival_MC
         sent = [
-            exchange.send(rows_NC, received, index, front=front if index == 0 else None, async_op=True)
+            exchange.send(rows_NC, received, index, graph_rank=self.graph_rank, async_op=True)
             for index in range(exchange.num_messages)
         ]
         return Flight(sent=sent, received=received)

@@ -72,8 +72,9 @@ def after_attention(run: Run, weights: Weights, h_ND: Tensor, x_ND: Tensor, drop
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledDense:
-    """Both parts, compiled; all layers share them, since their shapes are alike."""
+    """Both parts, and the norm that the first begins with, compiled; all layers share them: their shapes are alike."""
 
+    norm: Callable[[Weights, Tensor], Tensor]
     before: Callable[[Weights, Tensor], tuple[Tensor, Tensor]]
     after: Callable[[Weights, Tensor, Tensor, Dropout | None], Tensor]
 
@@ -87,7 +88,9 @@ def compiled_dense(backend: str = "inductor") -> CompiledDense:
         backend: of `torch.compile`.
     """
     torch.compiler.reset()
-    return CompiledDense(before=_compiled(_before, backend), after=_compiled(_after, backend))
+    return CompiledDense(
+        norm=_compiled(_normed, backend), before=_compiled(_before, backend), after=_compiled(_after, backend)
+    )
 
 
 def _compiled(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
@@ -99,6 +102,10 @@ def _compiled(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
             return compiled(*arguments)
 
     return call
+
+
+def _normed(weights: Weights, h_ND: Tensor) -> Tensor:
+    return normed(_run_plainly, weights, h_ND)
 
 
 def _before(weights: Weights, h_ND: Tensor) -> tuple[Tensor, Tensor]:

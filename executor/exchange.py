@@ -134,17 +134,33 @@ class RowExchange:
         """Whether what travels has another number format than the rows."""
         return self.wire != self.dtype
 
+    def own_slot(self, graph_rank: int) -> slice:
+        """Return the place of a rank's own rows, with padding, among what an all-gather in one message brings."""
+        return slice(graph_rank * self.layout.max_rows, (graph_rank + 1) * self.layout.max_rows)
+
     def send(
-        self, rows_NC: Tensor, received: Tensor, index: int, *, front: Tensor | None = None, async_op: bool = False
+        self,
+        rows_NC: Tensor,
+        received: Tensor,
+        index: int,
+        *,
+        front: Tensor | None = None,
+        graph_rank: int | None = None,
+        async_op: bool = False,
     ) -> Sent:
         """Pack and send one message.
 
         Args:
             received: buffer of all messages, in the number format of messages.
             front: gets the own rows too.
+            graph_rank: if given, own rows that lie in their slot of `received` are not copied for an all-gather.
         """
         layout, phase = self.layout, self.recorder.phase
-        message = self._pack(rows_NC, index, front)
+        slot = None if graph_rank is None else received[self.own_slot(graph_rank)]
+        if slot is not None and self._lies_in(rows_NC, slot):
+            message = self._padded_in_place(slot, len(rows_NC))
+        else:
+            message = self._pack(rows_NC, index, front)
         if self.converts:
             message = self._cast("narrow", index, message, self.wire, phase)
         output = received[self._received(index)]
@@ -245,6 +261,17 @@ class RowExchange:
             message[: len(own)] = own
             message[len(own) :] = 0
         return message
+
+    def _lies_in(self, rows_NC: Tensor, slot: Tensor) -> bool:
+        """Return whether an all-gather in one message finds own rows where it would bring them."""
+        is_whole = self.exchange is Exchange.ALL_GATHER and self.num_messages == 1 and not self.converts
+        return is_whole and rows_NC.shape[1:] == slot.shape[1:] and rows_NC.data_ptr() == slot.data_ptr()
+
+    def _padded_in_place(self, slot: Tensor, num_rows: int) -> Tensor:
+        padding = slot[num_rows:]
+        with self.recorder.task(self._name("pack", 0), TaskKind.PAD_ROWS, self.recorder.phase, (0, *padding.shape)):
+            padding.fill_(0)
+        return slot
 
     def _cast(self, task: str, index: int, rows: Tensor, dtype: torch.dtype, phase: Phase) -> Tensor:
         with self.recorder.task(self._name(task, index), TaskKind.COPY_ROWS, phase, tuple(rows.shape)):

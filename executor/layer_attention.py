@@ -14,7 +14,7 @@ from executor.data import RankData
 from executor.dense import Weights
 from executor.exchange import ExchangeLayout, RowExchange, exchange_rows
 from executor.heads import HeadExchange, heads_to_nodes, nodes_to_heads
-from executor.overlap import Overlap, attend_overlapped, attend_overlapped_rows
+from executor.overlap import Overlap, attend_overlapped
 from executor.position import Position
 from executor.record import Recorder
 from simulator.specs.plan import Exchange
@@ -58,14 +58,14 @@ class LayerAttention:
         kv_M2D = self.recorder.run(f"{self.layer}.key_value", operations.KEY_VALUE, x_MD, weight)
         return self._attend(q_ND, kv_M2D)
 
-    def overlapped(self, q_ND: Tensor, kv_N2D: Tensor) -> Tensor:
-        """Return attention over edges between own rows, while others travel, merged with that over the other edges."""
-        return attend_overlapped(q_ND, kv_N2D, self.weights.get("edge_bias"), self._overlap())
+    def overlapped(self, x_ND: Tensor, *, sends_rows: bool) -> Tensor:
+        """Return attention of normed rows: over edges between own ones while others travel, then over the rest.
 
-    def overlapped_rows(self, x_ND: Tensor) -> Tensor:
-        """Return the same, where normed rows travel: the projection of own rows overlaps too."""
+        Args:
+            sends_rows: normed rows travel in place of keys and values.
+        """
         weight, table_BH = self.weights["query_key_value.weight"], self.weights.get("edge_bias")
-        return attend_overlapped_rows(x_ND, weight, table_BH, self._overlap())
+        return attend_overlapped(x_ND, weight, table_BH, self._overlap(sends_rows=sends_rows))
 
     def by_heads(self, q_ND: Tensor, kv_N2D: Tensor) -> Tensor:
         """Return attention of own heads over the edges of all ranks, brought back to own rows."""
@@ -107,7 +107,7 @@ class LayerAttention:
             f"{self.layer}.edge_bias{suffix}", operations.EDGE_BIAS, table_BH, bucket_E
         )
 
-    def _overlap(self) -> Overlap:
+    def _overlap(self, *, sends_rows: bool) -> Overlap:
         hosts = self.data.hosts if self.exchange is Exchange.HIERARCHICAL_HALO else None
         is_alone = hosts is not None and len(hosts.inside.ranks) == 1
         return Overlap(
@@ -120,6 +120,7 @@ class LayerAttention:
             edges=self.data.edges[self.exchange],
             bucket_E=self.data.degree_bucket_E,
             halves=self.data.halves[self.exchange],
+            sends_rows=sends_rows,
             recorder=self.recorder,
             layer=self.layer,
             num_heads=self.num_heads,

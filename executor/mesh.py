@@ -142,6 +142,9 @@ def _process_groups(kind: DeviceKind, store: Store, rank: int, num_ranks: int) -
         # gloo picks its interface by the host's name, which need not resolve on a machine without a network. On GPUs
         # checkpoints use it.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # A collective beside a kernel gets the next multiprocessors that are free, not those that are left at the end: an
+    # exchange that was to overlap with attention began when it was over (traces/scaling_h200x2_202611).
+    os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     # Without device_id: with it, DeviceMesh splits the world's communicator, a crash in torch 2.11 with NCCL 2.28.
     dist.init_process_group(
         kind.backend,

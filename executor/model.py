@@ -175,10 +175,11 @@ class GraphTransformer(nn.Module):
             wire=settings.wire or data.dtype,
         )
         overlaps = settings.overlaps and exchange in ROW_EXCHANGES
-        if settings.payload is ExchangePayload.ROWS and exchange in ROW_EXCHANGES:
-            # What travels lies between norm and projection, so they are not compiled as one.
-            x_ND = normed(run, weights, h_ND)
-            return h_ND, attention.overlapped_rows(x_ND) if overlaps else attention.of_rows(x_ND)
+        sends_rows = settings.payload is ExchangePayload.ROWS and exchange in ROW_EXCHANGES
+        if overlaps or sends_rows:
+            # What travels lies between norm and projection, or an exchange begins between two projections.
+            x_ND = normed(run, weights, h_ND) if compiled is None else compiled.norm(weights, h_ND)
+            return h_ND, attention.overlapped(x_ND, sends_rows=sends_rows) if overlaps else attention.of_rows(x_ND)
         q_ND, kv_N2D = before_attention(run, weights, h_ND) if compiled is None else compiled.before(weights, h_ND)
         if data.layers:
             q_ND, h_ND = run("targets", operations.TARGET_ROWS, q_ND, h_ND, len(data.target_node_N(index)))
@@ -186,7 +187,7 @@ class GraphTransformer(nn.Module):
             return h_ND, settings.attend(weights, q_ND, kv_N2D)
         if exchange is Exchange.HEAD_ALL_TO_ALL:
             return h_ND, attention.by_heads(q_ND, kv_N2D)
-        return h_ND, attention.overlapped(q_ND, kv_N2D) if overlaps else attention.in_turn(q_ND, kv_N2D)
+        return h_ND, attention.in_turn(q_ND, kv_N2D)
 
     def _run_in(self, layer: str) -> Run:
         return lambda task, operation, *arguments: self.recorder.run(f"{layer}.{task}", operation, *arguments)

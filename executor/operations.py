@@ -144,11 +144,36 @@ def _edge_bias(table_BH: Tensor, bucket_E: Tensor) -> Tensor:
     return table_BH.index_select(0, bucket_E)
 
 
+class _KeysAndValues(torch.autograd.Function):
+    """Rows of both, [M, 2 D], as keys and as values by head; where their gradients lie so too, they are not copied."""
+
+    @staticmethod
+    def forward(ctx: Any, kv_M2D: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
+        k_MHK, v_MHK = kv_M2D.unflatten(1, (2, num_heads, -1)).unbind(1)
+        return k_MHK, v_MHK
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return side_by_side(*gradients), None
+
+
+def side_by_side(grad_k: Tensor, grad_v: Tensor) -> Tensor:
+    """Return the gradients of keys and values as rows of both, [M, 2 D]: without a copy where they lie so already."""
+    num_rows, width = len(grad_k), grad_k.shape[1] * grad_k.shape[2]
+    strides = (2 * width, grad_k.shape[2], 1)
+    lie_so = grad_k.stride() == strides == grad_v.stride() and (
+        grad_v.data_ptr() - grad_k.data_ptr() == width * grad_k.element_size()
+    )
+    if lie_so and num_rows > 0:
+        return grad_k.as_strided((num_rows, 2 * width), (2 * width, 1))
+    return torch.stack([grad_k, grad_v], dim=1).view(num_rows, 2 * width)
+
+
 def _attention(q_ND: Tensor, kv_M2D: Tensor, edge_bias_EH: Tensor | None, graph: EdgeGraph, num_heads: int) -> Tensor:
     width = q_ND.shape[1]
     head_size = width // num_heads
     q_NHK = q_ND.view(-1, num_heads, head_size)
-    k_MHK, v_MHK = kv_M2D.view(-1, 2, num_heads, head_size).unbind(1)
+    k_MHK, v_MHK = _KeysAndValues.apply(kv_M2D, num_heads)  # type: ignore[no-untyped-call]
     out_NHK: Tensor = edge_attention(q_NHK, k_MHK, v_MHK, graph, edge_bias=edge_bias_EH)
     return out_NHK.view(-1, width)
 

@@ -24,7 +24,7 @@ from executor.attention.parts import (
     merge_into,
     row_stats,
 )
-from executor.operations import EDGE_BIAS
+from executor.operations import EDGE_BIAS, side_by_side
 from executor.record import Recorder
 from executor.topology import EdgeHalves
 from simulator.specs.program import Phase, TaskKind
@@ -40,6 +40,7 @@ class Overlap:
             brings.
         bucket_E: buckets of their sources by degree; None where no bias needs them.
         halves: the same edges in two sets.
+        sends_rows: normed rows travel, and make keys and values where they arrive; else keys and values travel.
         keeps: whether a backward pass may follow.
     """
 
@@ -47,6 +48,7 @@ class Overlap:
     edges: EdgeGraph
     bucket_E: Tensor | None
     halves: EdgeHalves
+    sends_rows: bool
     recorder: Recorder
     layer: str
     num_heads: int
@@ -142,79 +144,47 @@ class Overlap:
         return len(q_NHK), len(kv_M2D), edges.num_edges, of_targets, of_sources, *q_NHK.shape[1:]
 
 
-def attend_overlapped(q_ND: Tensor, kv_N2D: Tensor, table_BH: Tensor | None, overlap: Overlap) -> Tensor:
-    """Return attention over all edges into own rows, [N, D], where keys and values travel.
+def attend_overlapped(x_ND: Tensor, weight: Tensor, table_BH: Tensor | None, overlap: Overlap) -> Tensor:
+    """Return attention of normed rows over all edges into them, [N, D], with the projections of all rows.
 
     Every rank of the group must call this, also one without rows.
 
     Args:
+        weight: of queries, keys and values, [3 D, D].
         table_BH: bias of each bucket and head; None without.
     """
-    out_ND: Tensor = _Attention.apply(q_ND, kv_N2D, table_BH, overlap)  # type: ignore[no-untyped-call]
-    return out_ND
-
-
-def attend_overlapped_rows(x_ND: Tensor, weight: Tensor, table_BH: Tensor | None, overlap: Overlap) -> Tensor:
-    """Return the same, where normed rows travel and make keys and values here; projections of own rows overlap too.
-
-    Args:
-        weight: of queries, keys and values, [3 D, D].
-    """
-    out_ND: Tensor = _AttentionOfRows.apply(x_ND, weight, table_BH, overlap)  # type: ignore[no-untyped-call]
+    out_ND: Tensor = _Attention.apply(x_ND, weight, table_BH, overlap)  # type: ignore[no-untyped-call]
     return out_ND
 
 
 class _Attention(torch.autograd.Function):
-    """Attention of queries, where keys and values travel."""
+    """Attention of normed rows, with the projections to queries, keys and values.
 
-    @staticmethod
-    def forward(ctx: Any, q_ND: Tensor, kv_N2D: Tensor, table_BH: Tensor | None, overlap: Overlap) -> Tensor:
-        kv_M2D, arrival_M2D = overlap.exchange.new_sources(kv_N2D, kv_N2D.shape[1], own=True)
-        front = kv_M2D[: len(kv_N2D)] if overlap.exchange.has_own_rows else None
-        flight = overlap.exchange.start(kv_N2D, arrival_M2D, front=front)
-        q_NHK = overlap.heads_of(q_ND)
-        whole, bias_EH = overlap.inner(q_NHK, kv_N2D if front is None else front, table_BH)
-        outer_bias_EH = overlap.outer_bias(table_BH)
-        overlap.exchange.finish(flight, kv_N2D, arrival_M2D)
-        overlap.merge_outer(whole, q_NHK, arrival_M2D, outer_bias_EH)
-        ctx.overlap = overlap
-        ctx.save_for_backward(q_ND, kv_M2D, table_BH, bias_EH, whole.out, whole.lse, whole.rest)
-        return whole.out.flatten(1)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        overlap: Overlap = ctx.overlap
-        q_ND, kv_M2D, table_BH, bias_EH, out, lse, rest = ctx.saved_tensors
-        whole, q_NHK = Attended(out=out, lse=lse, rest=rest), overlap.heads_of(q_ND)
-        grad_NHK, num_rows = overlap.heads_of(gradients[0]), len(q_ND)
-        grad_kv_M2D, stats, of_sources = overlap.over_sources(grad_NHK, whole, q_NHK, kv_M2D, bias_EH)
-        num_own = num_rows if overlap.exchange.has_own_rows else 0
-        flight = overlap.exchange.start_back(grad_kv_M2D[num_own:])
-        grad_q_ND, of_targets = overlap.over_targets(grad_NHK, stats, whole, q_NHK, kv_M2D, bias_EH)
-        grad_table_BH = overlap.of_table(table_BH, of_sources, of_targets)
-        own_N2D = grad_kv_M2D[:num_own] if overlap.exchange.has_own_rows else None
-        return grad_q_ND, overlap.exchange.finish_back(flight, own_N2D, num_rows), grad_table_BH, None
-
-
-class _AttentionOfRows(torch.autograd.Function):
-    """Attention of normed rows, which travel, with the projections to queries, keys and values."""
+    Keys and values are written where attention reads them: those of own rows beside those that arrive.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, weight: Tensor, table_BH: Tensor | None, overlap: Overlap) -> Tensor:
-        num_rows, width = x_ND.shape
-        _, x_MD = overlap.exchange.new_sources(x_ND, width, own=False)
-        flight = overlap.exchange.start(x_ND, x_MD)
-        projected = _Projection(overlap, weight)
-        q_ND = projected.forward("query", x_ND, slice(0, width), x_ND.new_empty(num_rows, width))
-        kv_M2D, arrival_M2D = overlap.exchange.new_sources(x_ND, 2 * width, own=True)
-        own_N2D = kv_M2D[:num_rows] if overlap.exchange.has_own_rows else x_ND.new_empty(num_rows, 2 * width)
-        projected.forward("key_value", x_ND, slice(width, None), own_N2D)
+        exchange, projected, (num_rows, width) = overlap.exchange, _Projection(overlap, weight), x_ND.shape
+        kv_M2D, arrival_M2D = exchange.new_sources(x_ND, 2 * width, own=True)
+        own_N2D = exchange.own_rows_of(kv_M2D, num_rows)
+        sent_NC, came_MC = own_N2D, arrival_M2D
+        if overlap.sends_rows:
+            sent_NC, (_, came_MC) = x_ND, exchange.new_sources(x_ND, width, own=False)
+            flight = exchange.start(sent_NC, came_MC)
+            projected.forward("key_value", x_ND, slice(width, None), own_N2D)
+        else:
+            projected.forward("key_value", x_ND, slice(width, None), own_N2D)
+            flight = exchange.start(sent_NC, came_MC)
+        q_ND = projected.forward("query", x_ND, slice(0, width), torch.empty_like(x_ND))
         q_NHK = overlap.heads_of(q_ND)
         whole, bias_EH = overlap.inner(q_NHK, own_N2D, table_BH)
         outer_bias_EH = overlap.outer_bias(table_BH)
-        overlap.exchange.finish(flight, x_ND, x_MD)
-        projected.forward("key_value_halo", x_MD, slice(width, None), arrival_M2D)
+        exchange.finish(flight, sent_NC, came_MC)
+        if overlap.sends_rows:
+            projected.forward("key_value_halo", came_MC, slice(width, None), arrival_M2D)
         overlap.merge_outer(whole, q_NHK, arrival_M2D, outer_bias_EH)
+        x_MD = came_MC if overlap.sends_rows else None
         ctx.overlap = overlap
         ctx.save_for_backward(x_ND, x_MD, weight, q_ND, kv_M2D, table_BH, bias_EH, whole.out, whole.lse, whole.rest)
         return whole.out.flatten(1)
@@ -223,20 +193,26 @@ class _AttentionOfRows(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         overlap: Overlap = ctx.overlap
         x_ND, x_MD, weight, q_ND, kv_M2D, table_BH, bias_EH, out, lse, rest = ctx.saved_tensors
+        exchange, projected, (num_rows, width) = overlap.exchange, _Projection(overlap, weight), x_ND.shape
         whole, q_NHK = Attended(out=out, lse=lse, rest=rest), overlap.heads_of(q_ND)
-        grad_NHK, (num_rows, width) = overlap.heads_of(gradients[0]), x_ND.shape
+        grad_NHK, grad_weight = overlap.heads_of(gradients[0]), torch.zeros_like(weight)
         grad_kv_M2D, stats, of_sources = overlap.over_sources(grad_NHK, whole, q_NHK, kv_M2D, bias_EH)
-        num_own = num_rows if overlap.exchange.has_own_rows else 0
-        projected, grad_weight = _Projection(overlap, weight), torch.zeros_like(weight)
-        grad_x_MD = projected.backward("key_value_halo", grad_kv_M2D[num_own:], x_MD, slice(width, None), grad_weight)
-        flight = overlap.exchange.start_back(grad_x_MD)
+        num_own = num_rows if exchange.has_own_rows else 0
+        grad_came = grad_kv_M2D[num_own:]
+        if overlap.sends_rows:
+            grad_came = projected.backward("key_value_halo", grad_came, x_MD, slice(width, None), grad_weight)
+        flight = exchange.start_back(grad_came)
         grad_q_ND, of_targets = overlap.over_targets(grad_NHK, stats, whole, q_NHK, kv_M2D, bias_EH)
         grad_table_BH = overlap.of_table(table_BH, of_sources, of_targets)
         grad_x_ND = projected.backward("query", grad_q_ND, x_ND, slice(0, width), grad_weight)
-        if overlap.exchange.has_own_rows:
-            of_keys = grad_kv_M2D[:num_own]
-            projected.backward("key_value", of_keys, x_ND, slice(width, None), grad_weight, onto=grad_x_ND)
-        return overlap.exchange.finish_back(flight, grad_x_ND, num_rows), grad_weight, grad_table_BH, None
+        grad_own = grad_kv_M2D[:num_own] if exchange.has_own_rows else None
+        if not overlap.sends_rows:
+            grad_own = exchange.finish_back(flight, grad_own, num_rows)
+        if grad_own is not None:
+            projected.backward("key_value", grad_own, x_ND, slice(width, None), grad_weight, onto=grad_x_ND)
+        if overlap.sends_rows:
+            grad_x_ND = exchange.finish_back(flight, grad_x_ND, num_rows)
+        return grad_x_ND, grad_weight, grad_table_BH, None
 
 
 @dataclass(frozen=True)
@@ -259,21 +235,9 @@ class _Projection:
         """Return the gradient of `x_ND`, added to `onto` in place if given; that of the weight is added."""
         with self._task(task, Phase.BACKWARD, (*x_ND.shape, grad.shape[1])):
             grad_weight[part].add_(torch.mm(grad.t(), x_ND))
-            grad_x_ND = torch.mm(grad, self.weight[part].to(x_ND.dtype))
-            return grad_x_ND if onto is None else onto.add_(grad_x_ND)
+            weight = self.weight[part].to(x_ND.dtype)
+            return torch.mm(grad, weight) if onto is None else onto.addmm_(grad, weight)
 
     def _task(self, task: str, phase: Phase, shape: tuple[int, ...]) -> Any:
         overlap = self.overlap
         return overlap.recorder.task(f"{overlap.layer}.{task}", TaskKind.PROJECTION, phase, shape)
-
-
-def side_by_side(grad_k: Tensor, grad_v: Tensor) -> Tensor:
-    """Return the gradients of keys and values as rows of both, [M, 2 D]: without a copy where they lie so already."""
-    num_rows, width = len(grad_k), grad_k[0].numel() if len(grad_k) else grad_k.shape[1] * grad_k.shape[2]
-    strides = (2 * width, grad_k.shape[2], 1)
-    lie_so = grad_k.stride() == strides == grad_v.stride() and (
-        grad_v.data_ptr() - grad_k.data_ptr() == width * grad_k.element_size()
-    )
-    if lie_so and num_rows > 0:
-        return grad_k.as_strided((num_rows, 2 * width), (2 * width, 1))
-    return torch.stack([grad_k, grad_v], dim=1).view(num_rows, 2 * width)

@@ -218,21 +218,20 @@ class AttentionLowering:
         backward = [replace(operation, gradients_of=()) for operation in backward]
         backward[-1] = replace(backward[-1], gradients_of=names)
         # Backward passes run in the reverse order.
-        return [*([] if sends_rows else [self._project()]), *reversed(backward), *forward]
+        return [*reversed(backward), *forward]
 
     def _overlapped_forward(self, *, sends_rows: bool) -> list[Operation]:
         work, model, layer = self.work, self.model, self.layer
         remote, width = work.num_remote_rows(self.exchange), model.width
-        # Own keys and values lie before those that arrive, unless they arrive too.
-        own_rows = 0 if sends_rows or self.exchange not in HALO_EXCHANGES else work.num_rows
         start = [
             replace(operation, is_in_flight=_is_collective(operation))
-            for operation in self._messages(own_rows=own_rows, overlaps=True)
+            for operation in self._messages(own_rows=0, overlaps=True, in_place=not sends_rows)
         ]
+        key_value = same(f"{layer}.key_value", TaskKind.PROJECTION, (work.num_rows, width, 2 * width))
+        start = [*start, key_value] if sends_rows else [key_value, *start]
+        start.append(same(f"{layer}.query", TaskKind.PROJECTION, (work.num_rows, width, width)))
         arrived = [*self._widen(), *self._pass_on(copies_held=False)]
         if sends_rows:
-            start.append(same(f"{layer}.query", TaskKind.PROJECTION, (work.num_rows, width, width)))
-            start.append(same(f"{layer}.key_value", TaskKind.PROJECTION, (work.num_rows, width, 2 * width)))
             arrived.append(same(f"{layer}.key_value_halo", TaskKind.PROJECTION, (remote, width, 2 * width)))
         if wire_dtype(self.plan) is not self.plan.precision and self.exchange not in HALO_EXCHANGES:
             columns = payload_columns(self.plan, model)
@@ -260,12 +259,14 @@ class AttentionLowering:
         taken[0] = replace(taken[0], backward_joins=True)
         shape = self._attention("", work.edges, remote + is_halo * work.num_rows).shape
         first: list[Operation] = []
-        meanwhile = self._bias("", work.edges)
+        query = same(f"{layer}.query", TaskKind.PROJECTION, (work.num_rows, width, width))
+        key_value = same(f"{layer}.key_value", TaskKind.PROJECTION, (work.num_rows, width, 2 * width))
+        meanwhile = [*self._bias("", work.edges), query]
         if sends_rows:
             first.append(same(f"{layer}.key_value_halo", TaskKind.PROJECTION, (remote, width, 2 * width)))
-            meanwhile.append(same(f"{layer}.query", TaskKind.PROJECTION, (work.num_rows, width, width)))
-            if is_halo:
-                meanwhile.append(same(f"{layer}.key_value", TaskKind.PROJECTION, (work.num_rows, width, 2 * width)))
+            meanwhile += [key_value] * is_halo
+        else:
+            taken.append(key_value)
         operations = [
             same(f"{layer}.attention_sources", TaskKind.ATTENTION_SOURCES, shape),
             *first,
@@ -277,11 +278,14 @@ class AttentionLowering:
         ]
         return [replace(operation, kind=None, shape=()) for operation in operations]
 
-    def _messages(self, *, own_rows: int, overlaps: bool = False, adds_own: bool = False) -> Iterator[Operation]:
+    def _messages(
+        self, *, own_rows: int, overlaps: bool = False, adds_own: bool = False, in_place: bool = False
+    ) -> Iterator[Operation]:
         """Yield packing and sending of each message, and between them the change of number format.
 
         Args:
             own_rows: that packing also copies to the front of the exchange buffer.
+            in_place: own rows were made where an all-gather in one message takes them from.
             adds_own: backward, this rank has gradients of own rows too, to which those of the message are added.
         """
         plan, work, layer = self.plan, self.work, self.layer
@@ -316,6 +320,8 @@ class AttentionLowering:
                 pack = same(
                     message_name(f"{layer}.pack", index, count), TaskKind.PAD_ROWS, (own, message_rows, columns)
                 )
+                if in_place and count == 1 and wire is plan.precision:
+                    pack = replace(pack, shape=(0, message_rows - own, columns))
                 if adds_own or count > 1:
                     # Added to the gradients of own rows, or one of several pieces: no view of what was summed.
                     pack = replace(pack, backward_kind=TaskKind.COPY_ROWS, backward_shape=(own, columns))

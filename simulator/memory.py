@@ -221,7 +221,7 @@ def _layer_bytes(plan: Plan, model: ModelSpec, work: RankWork, layer: int, excha
         # What the keys and values were computed from; where a halo overlaps, own rows stay where the norm wrote them.
         own_rows = rows if plan.overlap_exchange and exchange in HALO_EXCHANGES else 0
         found += (sources - own_rows) * width * size
-    elif exchange in ROW_EXCHANGES:
+    elif exchange in ROW_EXCHANGES and not plan.overlap_exchange:
         found += 2 * rows * width * size  # own keys and values once more: in memory that queries keep
     return found
 

@@ -292,7 +292,7 @@ def _over_targets(
 
 
 def _over_sources(call: _BackwardCall, stats: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of keys and values.
+    """Return the gradients of keys and values, each row's one behind the other in one tensor.
 
     Args:
         stats: log-sum-exp (of base 2) and delta of each row, [N, H, 2].
@@ -300,7 +300,7 @@ def _over_sources(call: _BackwardCall, stats: Tensor) -> tuple[Tensor, Tensor]:
     k, extras = call.k, call.extras
     transpose = call.graph.transpose
     windows, work = _windows_and_work(transpose, call.has_windows)
-    grad_k, grad_v = _empty(k, k.dtype, *k.shape), _empty(k, k.dtype, *k.shape)
+    grad_k, grad_v = _empty(k, k.dtype, len(k), 2, *k.shape[1:]).unbind(1)
     sums = _empty(k, torch.float32, work.num_partials, 2, *k.shape[1:])
     words = stats.view(torch.int64)  # of each row and head: log-sum-exp and delta
     if windows is not None:

@@ -537,7 +537,10 @@ def backward_sources_kernel(
     HAS_EDGE_ID: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
 ):
-    """Gather queries and output gradients of each source's targets; give the gradients of keys and values."""
+    """Gather queries and output gradients of each source's targets; give the gradients of keys and values.
+
+    Those of a row lie one behind the other.
+    """
     head_H, is_head_H = _heads(num_kv_heads, GROUP, BLOCK_G, BLOCK_H)
     head_F, kv_F, column_F, is_F = _columns(num_kv_heads, GROUP, BLOCK_G, BLOCK_H, BLOCK_D, HEAD_SIZE)
     num_heads = num_kv_heads * GROUP
@@ -609,7 +612,7 @@ def backward_sources_kernel(
         row = tl.load(row_ptr + tl.program_id(0)).to(tl.int64)
         partial = tl.load(partial_ptr + tl.program_id(0)).to(tl.int64)
         if partial < 0:
-            at_row_C = row * num_kv_heads * HEAD_SIZE + at_C
+            at_row_C = row * 2 * num_kv_heads * HEAD_SIZE + at_C
             tl.store(grad_k_ptr + at_row_C[None, :], grad_k_1C * scale, mask=is_C[None, :])
             tl.store(grad_v_ptr + at_row_C[None, :], grad_v_1C, mask=is_C[None, :])
         else:
@@ -618,7 +621,7 @@ def backward_sources_kernel(
             at_partial_C += num_kv_heads * HEAD_SIZE
             tl.store(partial_sums_ptr + at_partial_C[None, :], grad_v_1C, mask=is_C[None, :])
     else:
-        at_TC = row_T.to(tl.int64)[:, None] * num_kv_heads * HEAD_SIZE + at_C[None, :]
+        at_TC = row_T.to(tl.int64)[:, None] * 2 * num_kv_heads * HEAD_SIZE + at_C[None, :]
         mask_TC = there_T[:, None] & is_C[None, :]
         grad_k_TC = _sum_groups(grad_k_THD, T, BLOCK_K, BLOCK_G, BLOCK_D)
         tl.store(grad_k_ptr + at_TC, grad_k_TC * scale, mask=mask_TC)
@@ -640,7 +643,7 @@ def merge_sums_kernel(
     BLOCK_W: tl.constexpr,
     HAS_SECOND: tl.constexpr,
 ):
-    """Add the pieces of one split row: of one tensor, scaled, or of a scaled one and another beside it."""
+    """Add the pieces of one split row: of one tensor, scaled, or of a scaled one and another, whose rows alternate."""
     row = tl.load(split_row_ptr + tl.program_id(0)).to(tl.int64)
     first = tl.load(split_first_ptr + tl.program_id(0)).to(tl.int64)
     count = tl.load(split_count_ptr + tl.program_id(0))
@@ -657,6 +660,6 @@ def merge_sums_kernel(
         if HAS_SECOND:
             second_TW += tl.load(partial_sums_ptr + at_TW + width, mask=mask_TW, other=0.0)
         piece_T += T
-    tl.store(first_out_ptr + row * width + column_W, tl.sum(sums_TW, axis=0) * scale, mask=is_column_W)
+    tl.store(first_out_ptr + row * stride + column_W, tl.sum(sums_TW, axis=0) * scale, mask=is_column_W)
     if HAS_SECOND:
-        tl.store(second_out_ptr + row * width + column_W, tl.sum(second_TW, axis=0), mask=is_column_W)
+        tl.store(second_out_ptr + row * stride + column_W, tl.sum(second_TW, axis=0), mask=is_column_W)

@@ -260,7 +260,7 @@ def window_backward_sources_kernel(
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Give the gradients of windows' keys and values, as `kernels.backward_sources_kernel` does.
+    """Give the gradients of windows' keys and values, one behind the other, as `kernels.backward_sources_kernel` does.
 
     Neighbours are targets. Each has an edge into the window, padding repeats one that has: its log-sum-exp is finite.
     """
@@ -298,6 +298,6 @@ def window_backward_sources_kernel(
         grad_k_HWD = tl.dot(grad_score_HWC, q_HCD, grad_k_HWD, input_precision=PRECISION)
         grad_v_HWD = tl.dot(weight_HWC.to(q_CF.dtype), grad_HCD, grad_v_HWD, input_precision=PRECISION)
         at_C += BC
-    row_size, at_F = num_heads * BLOCK_D, head_F * BLOCK_D + column_F
+    row_size, at_F = 2 * num_heads * BLOCK_D, head_F * BLOCK_D + column_F
     _store_rows(grad_k_ptr, row_W, is_row_W, row_size, at_F, grad_k_HWD * scale, W, F)
     _store_rows(grad_v_ptr, row_W, is_row_W, row_size, at_F, grad_v_HWD, W, F)

@@ -261,7 +261,7 @@ def measure(
     """Measure as much as fits into a time; print each result as it comes.
 
     Args:
-        traces: folder that gets the traces of runs on two ranks; None to drop them.
+        traces: folder that gets the traces of the runs; None to drop them.
     """
     device = torch.device("cuda", 0) if kind is DeviceKind.CUDA else torch.device("cpu")
     started, figures, longest = time.perf_counter(), [], 0.0
@@ -288,12 +288,11 @@ def measure(
 
 
 def _keep_traces(problem: Problem, width: int, choices: dict[str, Choices], folder: Path) -> None:
-    """Copy the traces of runs on two ranks, packed; the order of choices names their folders."""
+    """Copy the traces of the runs, packed; the order of choices names their folders."""
     folder.mkdir(parents=True, exist_ok=True)
-    for index, (name, some) in enumerate(choices.items()):
-        if some.num_ranks > 1:
-            packed = gzip.compress((problem.folder / f"{width}-{index}" / "measured.json").read_bytes())
-            (folder / f"{problem.name}-{width}-{name.replace(', ', '-').replace(' ', '-')}.json.gz").write_bytes(packed)
+    for index, name in enumerate(choices):
+        packed = gzip.compress((problem.folder / f"{width}-{index}" / "measured.json").read_bytes())
+        (folder / f"{problem.name}-{width}-{name.replace(', ', '-').replace(' ', '-')}.json.gz").write_bytes(packed)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -304,7 +303,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="has room for the graphs, 1.5 GB")
     parser.add_argument("--graphs", nargs="+", choices=GRAPHS, default=GRAPHS)
     parser.add_argument("--compile-dense", action="store_true", help="compile the dense parts, as `[train]` may ask")
-    parser.add_argument("--traces", type=Path, help="keep the traces of runs on two ranks in this folder")
+    parser.add_argument("--traces", type=Path, help="keep the traces of the runs in this folder")
     parser.add_argument("--json", type=Path, help="write the figures here")
     chosen = parser.parse_args(arguments)
     if chosen.device is DeviceKind.CUDA and torch.cuda.device_count() < 2:

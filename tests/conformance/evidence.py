@@ -21,7 +21,7 @@ TYPES = {Dtype.FLOAT32: "float", Dtype.BFLOAT16: "c10::BFloat16"}
 GOVERNED = frozenset(
     f"aten::{name}"
     for name in (
-        *("mm", "addmm", "bmm", "native_layer_norm", "native_layer_norm_backward", "gelu", "gelu_backward"),
+        *("mm", "addmm", "addmm_", "bmm", "native_layer_norm", "native_layer_norm_backward", "gelu", "gelu_backward"),
         *("_log_softmax", "_log_softmax_backward_data", "linalg_vector_norm", "_fused_adamw_"),
     )
 )
@@ -39,15 +39,19 @@ class Expected:
         dims: sizes of its first arguments; `ANY` for one that the task does not count.
         type: number format of its first argument; any if empty.
         numbers: arguments that are no tensors, by position, as text.
+        or_else: another operator that does; None for no other.
     """
 
     names: tuple[str, ...]
     dims: Dims
     type: str = ""
     numbers: tuple[tuple[int, str], ...] = ()
+    or_else: "Expected | None" = None
 
     def is_met_by(self, operator: Operator) -> bool:
         """Return whether this is the operator."""
+        if self.or_else is not None and self.or_else.is_met_by(operator):
+            return True
         return (
             operator.name in self.names
             and len(operator.dims) >= len(self.dims)
@@ -234,7 +238,11 @@ def _products(task: Task) -> list[Expected]:
         return [_aten("addmm", (columns_out,), *operands, dtype=dtype)]
     found = [_aten("mm", (columns_out, rows), (rows, columns_in), dtype=dtype)]
     if task.kind is not TaskKind.INPUT_LINEAR:
-        found.append(_aten("mm", (rows, columns_out), (columns_out, columns_in), dtype=dtype))
+        product = ((rows, columns_out), (columns_out, columns_in))
+        # Where queries, keys and values have projections of their own, one's gradient may be added to another's.
+        added = _aten("addmm_", (rows, columns_in), *product, dtype=dtype)
+        or_else = added if task.kind is TaskKind.PROJECTION else None
+        found.append(dataclasses.replace(_aten("mm", *product, dtype=dtype), or_else=or_else))
     if task.kind is not TaskKind.PROJECTION:
         found.append(_aten("sum", (rows, columns_out), dtype=dtype))
     return found
@@ -269,10 +277,9 @@ def _packing(task: Task) -> list[Expected]:
         selected = _aten("index_select", own, (), (others,), dtype=task.dtype)
         return [selected, _aten("copy_", own, own, dtype=task.dtype)] if rows else [selected]
     if task.phase is not Phase.BACKWARD:
-        return [
-            _aten("copy_", (rows, columns), (rows, columns), dtype=task.dtype),
-            _aten("fill_", (others - rows, columns), dtype=task.dtype),
-        ]
+        # Own rows that lie where they are sent from are padded alone.
+        copied = [_aten("copy_", (rows, columns), (rows, columns), dtype=task.dtype)] if rows else []
+        return [*copied, _aten("fill_", (others - rows, columns), dtype=task.dtype)]
     # A view of the first rows, which is no operator at all where they are all there are.
     taken = Expected(names=("aten::slice",), dims=((others, columns),), numbers=((3, str(rows)),))
     return [taken] if others > rows else []

@@ -45,8 +45,8 @@ def largest_errors(found: Named, wanted: Named) -> dict[str, float]:
     """Return the largest error of each result over its largest value, or over one if that is less."""
     errors = {}
     for name, should_be in wanted.items():
-        is_there, result = torch.isfinite(should_be), found[name].cpu().double()
-        should_be = should_be.cpu().double()
+        should_be, result = should_be.cpu().double(), found[name].cpu().double()
+        is_there = torch.isfinite(should_be)
         if not torch.equal(result[~is_there], should_be[~is_there]):
             errors[name] = float("inf")
         elif is_there.any():

@@ -16,7 +16,8 @@ from executor.apart import ApartExchange
 from executor.attention.edges import edge_attention
 from executor.attention.graph import EdgeGraph
 from executor.exchange import ExchangeLayout, RowExchange
-from executor.overlap import Overlap, attend_overlapped, attend_overlapped_rows, side_by_side
+from executor.operations import side_by_side
+from executor.overlap import Overlap, attend_overlapped
 from executor.record import Recorder
 from executor.topology import EdgeHalves
 from simulator.specs.plan import Exchange
@@ -53,7 +54,11 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 
 def overlap_of(
-    recorder: Recorder, *, dtype: torch.dtype = torch.float32, rows_per_message: int | None = None
+    recorder: Recorder,
+    *,
+    sends_rows: bool = False,
+    dtype: torch.dtype = torch.float32,
+    rows_per_message: int | None = None,
 ) -> Overlap:
     layout = ExchangeLayout(
         send_row_S=torch.tensor(SENT),
@@ -81,6 +86,7 @@ def overlap_of(
             inner_bucket_E=BUCKETS["inner"],
             outer_bucket_E=BUCKETS["outer"],
         ),
+        sends_rows=sends_rows,
         recorder=recorder,
         layer="layer0",
         num_heads=HEADS,
@@ -132,8 +138,9 @@ def events(monkeypatch) -> list[str]:
     return found
 
 
-def over_all_edges(q_ND: Tensor, kv_N2D: Tensor, table_BH: Tensor | None) -> Tensor:
+def over_all_edges(x_ND: Tensor, weight: Tensor, table_BH: Tensor | None) -> Tensor:
     """Return attention over all edges at once, where rows that arrive are copies."""
+    q_ND, kv_N2D = F.linear(x_ND, weight.to(x_ND.dtype)).split([WIDTH, 2 * WIDTH], dim=1)
     kv_M2D = torch.cat([kv_N2D, kv_N2D[list(SENT)]])
     k_MHK, v_MHK = kv_M2D.unflatten(1, (2, HEADS, -1)).unbind(1)
     bias_EH = None if table_BH is None else table_BH[BUCKETS["whole"]]
@@ -141,29 +148,11 @@ def over_all_edges(q_ND: Tensor, kv_N2D: Tensor, table_BH: Tensor | None) -> Ten
     return out_NHK.flatten(1)
 
 
-def rows_over_all_edges(x_ND: Tensor, weight: Tensor, table_BH: Tensor | None) -> Tensor:
-    """Return the same from normed rows."""
-    q_ND, kv_N2D = F.linear(x_ND, weight.to(x_ND.dtype)).split([WIDTH, 2 * WIDTH], dim=1)
-    return over_all_edges(q_ND, kv_N2D, table_BH)
-
-
-FUNCTIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
-    "keys and values": (attend_overlapped, over_all_edges),
-    "rows": (attend_overlapped_rows, rows_over_all_edges),
-}
-
-
-def inputs_of(payload: str, dtype: torch.dtype, *, has_bias: bool) -> list[Tensor | None]:
+def inputs_of(dtype: torch.dtype, *, has_bias: bool) -> list[Tensor | None]:
     table = random(NUM_BUCKETS, HEADS, seed=3) if has_bias else None
-    if payload == "rows":
-        # As layers are drawn, so that no softmax is so sharp that rounding alone makes gradients.
-        weight = (random(3 * WIDTH, WIDTH, seed=2) * WIDTH**-0.5).detach().requires_grad_()
-        return [random(NUM_ROWS, WIDTH, dtype=dtype, seed=1), weight, table]
-    return [
-        random(NUM_ROWS, WIDTH, dtype=dtype, seed=1),
-        random(NUM_ROWS, 2 * WIDTH, dtype=dtype, seed=2),
-        table,
-    ]
+    # As layers are drawn, so that no softmax is so sharp that rounding alone makes gradients.
+    weight = (random(3 * WIDTH, WIDTH, seed=2) * WIDTH**-0.5).detach().requires_grad_()
+    return [random(NUM_ROWS, WIDTH, dtype=dtype, seed=1), weight, table]
 
 
 def run_with_gradients(function: Callable[..., Tensor], inputs: list[Tensor | None], *rest: Any) -> list[Tensor]:
@@ -173,18 +162,17 @@ def run_with_gradients(function: Callable[..., Tensor], inputs: list[Tensor | No
     return [out.detach(), *(x.grad for x in inputs if x is not None and x.grad is not None)]
 
 
-@pytest.mark.parametrize("payload", FUNCTIONS)
+@pytest.mark.parametrize("sends_rows", [False, True])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("rows_per_message", [None, 1])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 5e-2)])
 def test_overlapped_attention_is_that_over_all_edges_forward_and_back(
-    events, payload, has_bias, rows_per_message, dtype, tolerance
+    events, sends_rows, has_bias, rows_per_message, dtype, tolerance
 ):
     # Case R19.
-    function, reference = FUNCTIONS[payload]
-    overlap = overlap_of(Recorder(), dtype=dtype, rows_per_message=rows_per_message)
-    found = run_with_gradients(function, inputs_of(payload, dtype, has_bias=has_bias), overlap)
-    expected = run_with_gradients(reference, inputs_of(payload, dtype, has_bias=has_bias))
+    overlap = overlap_of(Recorder(), sends_rows=sends_rows, dtype=dtype, rows_per_message=rows_per_message)
+    found = run_with_gradients(attend_overlapped, inputs_of(dtype, has_bias=has_bias), overlap)
+    expected = run_with_gradients(over_all_edges, inputs_of(dtype, has_bias=has_bias))
     assert len(found) == 3 + has_bias
     for one, other in zip(found, expected, strict=True):
         assert torch.isfinite(one).all()
@@ -194,11 +182,11 @@ def test_overlapped_attention_is_that_over_all_edges_forward_and_back(
     assert torch.equal(found[0][2], torch.zeros(WIDTH, dtype=dtype))
 
 
-@pytest.mark.parametrize("payload", FUNCTIONS)
-def test_attention_runs_between_the_start_of_an_exchange_and_its_end_forward_and_back(events, payload):
+@pytest.mark.parametrize("sends_rows", [False, True])
+def test_attention_runs_between_the_start_of_an_exchange_and_its_end_forward_and_back(events, sends_rows):
     # Case R19.
-    function, _ = FUNCTIONS[payload]
-    run_with_gradients(function, inputs_of(payload, torch.float32, has_bias=True), overlap_of(Recorder()))
+    overlap = overlap_of(Recorder(), sends_rows=sends_rows)
+    run_with_gradients(attend_overlapped, inputs_of(torch.float32, has_bias=True), overlap)
     assert events == [
         "sent message 0",
         "attend_part",
@@ -212,17 +200,17 @@ def test_attention_runs_between_the_start_of_an_exchange_and_its_end_forward_and
     ]
 
 
-@pytest.mark.parametrize("payload", FUNCTIONS)
-def test_an_attention_that_is_computed_again_gives_the_same_gradients(events, payload):
-    function, _ = FUNCTIONS[payload]
-
+@pytest.mark.parametrize("sends_rows", [False, True])
+def test_an_attention_that_is_computed_again_gives_the_same_gradients(events, sends_rows):
     def again(*arguments: Any) -> Tensor:
-        out: Tensor = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False, early_stop=False)
+        out: Tensor = checkpoint(
+            attend_overlapped, *arguments, use_reentrant=False, preserve_rng_state=False, early_stop=False
+        )
         return out
 
     once, twice = (
-        run_with_gradients(each, inputs_of(payload, torch.float32, has_bias=True), overlap_of(Recorder()))
-        for each in (function, again)
+        run_with_gradients(each, inputs_of(torch.float32, has_bias=True), overlap_of(Recorder(), sends_rows=sends_rows))
+        for each in (attend_overlapped, again)
     )
     assert len(once) == 4
     for one, other in zip(once, twice, strict=True):
@@ -237,7 +225,8 @@ def test_without_a_backward_pass_no_bias_of_all_edges_is_looked_up(events):
     overlap = dataclasses.replace(overlap_of(recorder), keeps=False)
     recorder.start()
     with torch.no_grad():
-        FUNCTIONS["rows"][0](*inputs_of("rows", torch.float32, has_bias=True), overlap)
+        attended: Callable[..., Tensor] = attend_overlapped
+        attended(*inputs_of(torch.float32, has_bias=True), overlap)
     names = [mark.name for mark in recorder.stop()]
     assert [name for name in names if "bias" in name] == ["layer0.edge_bias_interior", "layer0.edge_bias_halo"]
 

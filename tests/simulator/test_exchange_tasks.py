@@ -82,18 +82,36 @@ def plan_of(exchange: Exchange, **fields: Any) -> Plan:
 def test_an_overlapped_halo_by_hand():
     # Backward, the gradients of the halo travel while the pass over targets runs; both passes go over all 12 edges.
     whole = (10, 13, 12, 8, 6, 2, 4)
+    # Keys and values come first, so that they can travel while queries are made.
     assert attention_of(plan_of(HALO, overlap_exchange=True)) == [
-        ("query_key_value", TaskKind.PROJECTION, (10, 8, 24)),
-        ("pack", TaskKind.HALO_PACK, (10, 4, 16)),
+        ("key_value", TaskKind.PROJECTION, (10, 8, 16)),
+        ("pack", TaskKind.HALO_PACK, (0, 4, 16)),
         ("exchange", TaskKind.ALL_TO_ALL, (0, 4 * 16 * 4)),
+        ("query", TaskKind.PROJECTION, (10, 8, 8)),
         ("attention_interior", TaskKind.ATTENTION, (10, 10, 5, 1, 2, 2, 4)),
         ("attention_halo", TaskKind.ATTENTION, (6, 3, 7, 6, 4, 2, 4)),
         ("merge", TaskKind.MERGE, (10, 6, 2, 4)),
         ("attention_sources.backward", TaskKind.ATTENTION_SOURCES, whole),
         ("exchange.backward", TaskKind.ALL_TO_ALL, (0, 3 * 16 * 4)),
         ("attention_targets.backward", TaskKind.ATTENTION_TARGETS, whole),
+        ("query.backward", TaskKind.PROJECTION, (10, 8, 8)),
         ("pack.backward", TaskKind.HALO_PACK, (0, 4, 16)),
-        ("query_key_value.backward", TaskKind.PROJECTION, (10, 8, 24)),
+        ("key_value.backward", TaskKind.PROJECTION, (10, 8, 16)),
+    ]
+
+
+def test_an_overlapped_all_gather_takes_own_rows_from_where_they_were_made_by_hand():
+    # Of the 20 rows of the larger rank 10 are padding here; the gradients are a view of what was summed.
+    found = attention_of(plan_of(GATHER, overlap_exchange=True))
+    assert found[:4] == [
+        ("key_value", TaskKind.PROJECTION, (10, 8, 16)),
+        ("pack", TaskKind.PAD_ROWS, (0, 10, 16)),
+        ("exchange", TaskKind.ALL_GATHER, (20 * 64,)),
+        ("query", TaskKind.PROJECTION, (10, 8, 8)),
+    ]
+    assert found[-2:] == [
+        ("pack.backward", TaskKind.PAD_ROWS, (10, 20, 16)),
+        ("key_value.backward", TaskKind.PROJECTION, (10, 8, 16)),
     ]
 
 
@@ -102,11 +120,12 @@ def test_an_overlapped_all_gather_with_a_bias_by_hand():
     model = made_model(width=8, num_heads=2, num_layers=1, edge_bias=EdgeBias.DEGREE)
     whole = (10, 40, 12, 8, 6, 2, 4)
     assert attention_of(plan_of(GATHER, overlap_exchange=True, exchange_chunk_bytes=11 * 64), model) == [
-        ("query_key_value", TaskKind.PROJECTION, (10, 8, 24)),
+        ("key_value", TaskKind.PROJECTION, (10, 8, 16)),
         ("pack_chunk0", TaskKind.PAD_ROWS, (10, 11, 16)),
         ("exchange_chunk0", TaskKind.ALL_GATHER, (11 * 64,)),
         ("pack_chunk1", TaskKind.PAD_ROWS, (0, 9, 16)),
         ("exchange_chunk1", TaskKind.ALL_GATHER, (9 * 64,)),
+        ("query", TaskKind.PROJECTION, (10, 8, 8)),
         ("edge_bias_interior", TaskKind.EDGE_BIAS, (5, 2)),
         ("attention_interior", TaskKind.ATTENTION, (10, 10, 5, 1, 2, 2, 4)),
         ("edge_bias", TaskKind.EDGE_BIAS, (12, 2)),
@@ -118,9 +137,10 @@ def test_an_overlapped_all_gather_with_a_bias_by_hand():
         ("exchange_chunk0.backward", TaskKind.REDUCE_SCATTER, (2 * 11 * 64,)),
         ("attention_targets.backward", TaskKind.ATTENTION_TARGETS, whole),
         ("edge_bias.backward", TaskKind.EDGE_BIAS, (12, 2)),
+        ("query.backward", TaskKind.PROJECTION, (10, 8, 8)),
         ("pack_chunk1.backward", TaskKind.COPY_ROWS, (0, 16)),
         ("pack_chunk0.backward", TaskKind.COPY_ROWS, (10, 16)),
-        ("query_key_value.backward", TaskKind.PROJECTION, (10, 8, 24)),
+        ("key_value.backward", TaskKind.PROJECTION, (10, 8, 16)),
     ]
 
 
@@ -130,8 +150,8 @@ def test_overlapped_rows_in_the_place_of_keys_and_values_by_hand():
     assert attention_of(plan_of(HALO, overlap_exchange=True, exchange_payload=ROWS)) == [
         ("pack", TaskKind.HALO_PACK, (0, 4, 8)),
         ("exchange", TaskKind.ALL_TO_ALL, (0, 4 * 8 * 4)),
-        ("query", TaskKind.PROJECTION, (10, 8, 8)),
         ("key_value", TaskKind.PROJECTION, (10, 8, 16)),
+        ("query", TaskKind.PROJECTION, (10, 8, 8)),
         ("attention_interior", TaskKind.ATTENTION, (10, 10, 5, 1, 2, 2, 4)),
         ("key_value_halo", TaskKind.PROJECTION, (3, 8, 16)),
         ("attention_halo", TaskKind.ATTENTION, (6, 3, 7, 6, 4, 2, 4)),
@@ -274,11 +294,11 @@ def test_an_exchange_that_overlaps_is_hidden_behind_attention_over_own_rows(exch
     model, cluster = made_model(num_layers=1), made_cluster(devices_per_host=2)
     trace = simulate(plan, graph_of(partition), model, cluster, made_calibration())
     spans = {span.name.removeprefix("layer0."): span for span in trace.spans if span.rank == 0}
-    for sent, meanwhile, first_user in (
-        ("exchange", "attention_interior", "attention_halo"),
-        ("exchange.backward", "attention_targets.backward", "pack.backward"),
+    for sent, meanwhile, last_meanwhile, first_user in (
+        ("exchange", "query", "attention_interior", "attention_halo"),
+        ("exchange.backward", "attention_targets.backward", "query.backward", "pack.backward"),
     ):
-        assert spans[meanwhile].start_seconds < spans[sent].end_seconds < spans[meanwhile].end_seconds
+        assert spans[meanwhile].start_seconds < spans[sent].end_seconds < spans[last_meanwhile].end_seconds
         assert spans[first_user].start_seconds >= spans[sent].end_seconds
 
 

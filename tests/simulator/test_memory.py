@@ -407,13 +407,15 @@ def test_heads_hold_the_edges_of_the_whole_batch_and_attention_of_their_own():
     assert heads["activations"] - halo["activations"] == 2 * per_layer
 
 
-def test_an_overlapped_exchange_keeps_what_one_in_turn_keeps_and_its_edges_in_two_sets_too():
+def test_an_overlapped_exchange_keeps_own_keys_and_values_once_and_its_edges_in_two_sets_too():
     plan = made_plan(equal_parts(2, num_nodes=1000, num_edges=8000, halo_rows=40))
     (before, _), (after, _) = (
         memory_of(dataclasses.replace(plan, overlap_exchange=overlaps)) for overlaps in (False, True)
     )
     # 4000 edges, each in one of two sets: its source in int32.
     assert after.pop("inputs") - before.pop("inputs") == 4000 * 4
+    # Of two layers: keys and values of 500 rows are not kept beside queries too.
+    assert before.pop("activations") - after.pop("activations") == 2 * 2 * 500 * 16 * 4
     assert after == before
 
 
@@ -431,7 +433,8 @@ def test_an_overlapped_exchange_of_16_bits_keeps_the_unrounded_output_on_cpus_an
             )
             for overlaps in (False, True)
         )
-        assert after["activations"] - before["activations"] == 2 * 500 * 16 * more
+        # Of two layers; what one in turn keeps of own keys and values beside queries is gone.
+        assert after["activations"] - before["activations"] == 2 * 500 * 16 * (more - 2 * 2)
 
 
 def test_an_overlapped_exchange_of_rows_keeps_own_rows_where_the_norm_wrote_them():
