@@ -8,6 +8,7 @@ of the rank is noted: tasks of the forward pass and the update, and every collec
 
 import bisect
 import contextlib
+import gzip
 import json
 import tempfile
 import time
@@ -282,9 +283,9 @@ class StepTracer:
 
     @contextlib.contextmanager
     def _kernels_of(self, step: int) -> Iterator[None]:
-        keeps_file = self._recorder.kineto is not None
+        kept = self._kept_file(step)
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities, record_shapes=keeps_file) as profiler:
+        with torch.profiler.profile(activities=activities, record_shapes=kept is not None) as profiler:
             self._meet()
             torch.cuda.synchronize()
             with _range_of(step):
@@ -292,25 +293,27 @@ class StepTracer:
                 yield
                 marks = self._recorder.stop()
                 torch.cuda.synchronize()
-        self._keep(profiler, step)
-        self._spans.extend(spans_of_kernels(profiled_events(profiler), marks, step=step, rank=self._place.rank))
+        events = profiled_events(profiler, kept)
+        self._spans.extend(spans_of_kernels(events, marks, step=step, rank=self._place.rank))
 
     @contextlib.contextmanager
     def _profile_kept(self, step: int) -> Iterator[None]:
         """Let the profiler run on a CPU, if its file is to be kept."""
-        if self._recorder.kineto is None:
+        kept = self._kept_file(step)
+        if kept is None:
             yield
             return
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiler:
             yield
-        self._keep(profiler, step)
+        profiler.export_chrome_trace(str(kept))
 
-    def _keep(self, profiler: torch.profiler.profile, step: int) -> None:
-        """Write the profiler's file: a folder for each step, in it a file for each rank."""
-        if self._recorder.kineto is not None:
-            folder = self._recorder.kineto / f"step{step}"
-            folder.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(str(folder / f"rank{self._place.rank}.json.gz"))
+    def _kept_file(self, step: int) -> Path | None:
+        """Return where the profiler's file is to be kept: a folder for each step, in it a file for each rank."""
+        if self._recorder.kineto is None:
+            return None
+        folder = self._recorder.kineto / f"step{step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / f"rank{self._place.rank}.json.gz"
 
     def _meet(self) -> None:
         if self._place.world is not None:
@@ -343,12 +346,19 @@ def _span_of_mark(mark: Mark, step: int, rank: int) -> Span:
     )
 
 
-def profiled_events(profiler: torch.profiler.profile) -> list[dict[str, Any]]:
-    """Return the events of a finished profile, as its Chrome trace holds them."""
+def profiled_events(profiler: torch.profiler.profile, kept: Path | None = None) -> list[dict[str, Any]]:
+    """Return the events of a finished profile, as its Chrome trace holds them; torch writes that once.
+
+    Args:
+        kept: gets the trace too, packed; None for no file.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kineto.json"
         profiler.export_chrome_trace(str(path))
-        events: list[dict[str, Any]] = json.loads(path.read_bytes())["traceEvents"]
+        content = path.read_bytes()
+    if kept is not None:
+        kept.write_bytes(gzip.compress(content))
+    events: list[dict[str, Any]] = json.loads(content)["traceEvents"]
     return events
 
 

@@ -1,6 +1,6 @@
 """Full-graph training steps on two ranks against one, and how much of the exchange hides behind attention.
 
-    python -m tests.bench.scaling --json figures.json     # two GPUs, about four minutes
+    python -m tests.bench.scaling --json figures.json     # two GPUs, about ten minutes
     python -m tests.bench.scaling --compile-dense         # half a minute more for each of some twenty runs
     python -m tests.bench.scaling --device cpu            # tiny: checks the logic
 
@@ -255,25 +255,28 @@ def measure(
     budget_seconds: float,
     graphs: Sequence[str] = GRAPHS,
     *,
+    widths: Sequence[int] = WIDTHS,
+    plans: Sequence[str] = tuple(ON_TWO),
     compile_dense: bool = False,
     traces: Path | None = None,
 ) -> list[Figure]:
     """Measure as much as fits into a time; print each result as it comes.
 
     Args:
+        plans: names of those on two ranks.
         traces: folder that gets the traces of the runs; None to drop them.
     """
     device = torch.device("cuda", 0) if kind is DeviceKind.CUDA else torch.device("cpu")
     started, figures, longest = time.perf_counter(), [], 0.0
     for problem in problems(device, folder, graphs, tiny=kind is DeviceKind.CPU):
-        for width in WIDTHS:
+        for width in widths:
             begun = time.perf_counter()
             if begun - started + 1.2 * longest > budget_seconds:
                 print(
                     f"{problem.name}, {width} wide: left out, the budget of {budget_seconds:.0f} s is spent", flush=True
                 )
                 continue
-            choices = {"one rank": Choices()} | (ON_TWO if width == WIDTHS[0] else dict(list(ON_TWO.items())[:3]))
+            choices = {"one rank": Choices()} | {name: ON_TWO[name] for name in plans}
             found = trained(problem, width, choices, kind, compile_dense=compile_dense)
             if traces is not None:
                 _keep_traces(problem, width, choices, traces)
@@ -302,6 +305,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--budget", type=float, default=540, help="seconds until what is left is skipped")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="has room for the graphs, 1.5 GB")
     parser.add_argument("--graphs", nargs="+", choices=GRAPHS, default=GRAPHS)
+    parser.add_argument("--widths", nargs="+", choices=WIDTHS, default=WIDTHS, type=int)
+    parser.add_argument("--plans", nargs="+", choices=ON_TWO, default=list(ON_TWO), help="on two ranks")
     parser.add_argument("--compile-dense", action="store_true", help="compile the dense parts, as `[train]` may ask")
     parser.add_argument("--traces", type=Path, help="keep the traces of the runs in this folder")
     parser.add_argument("--json", type=Path, help="write the figures here")
@@ -315,6 +320,8 @@ def main(arguments: list[str] | None = None) -> int:
         chosen.folder,
         chosen.budget,
         chosen.graphs,
+        widths=chosen.widths,
+        plans=chosen.plans,
         compile_dense=chosen.compile_dense,
         traces=chosen.traces,
     )
