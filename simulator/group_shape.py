@@ -26,7 +26,12 @@ class GroupShape:
 
     def __post_init__(self) -> None:
         require_positive(num_ranks=self.num_ranks, num_hosts=self.num_hosts, ranks_per_host=self.ranks_per_host)
-        require(self.num_hosts <= self.num_ranks, "num_hosts", f"must not exceed num_ranks, {self.num_ranks}", self.num_hosts)
+        require(
+            self.num_hosts <= self.num_ranks,
+            "num_hosts",
+            f"must not exceed num_ranks, {self.num_ranks}",
+            self.num_hosts,
+        )
 
     @property
     def spans_hosts(self) -> bool:

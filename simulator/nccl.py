@@ -58,12 +58,12 @@ class Calls:
     @property
     def spans_hosts(self) -> Bools:
         """Whether each call crosses hosts."""
-        return self.num_hosts > 1
+        return np.asarray(self.num_hosts > 1)
 
     @property
     def is_all_reduce(self) -> Bools:
         """Whether each call is an all-reduce."""
-        return self.operation == Operation.ALL_REDUCE.value
+        return np.asarray(self.operation == Operation.ALL_REDUCE.value)
 
 
 def seconds_of_ways(calls: Calls, constants: NcclConstants) -> dict[Way, Floats]:
@@ -104,7 +104,7 @@ def _is_asked(calls: Calls, way: Way) -> Bools:
     algorithm, protocol = way
     is_any = (calls.algorithm == "") & (calls.protocol == "")
     asked: Bools = np.isin(calls.algorithm, ("", algorithm.value)) & np.isin(calls.protocol, ("", protocol.value))
-    return asked & ~is_any
+    return np.asarray(asked & ~is_any)
 
 
 def _is_considered(calls: Calls, way: Way) -> Bools:
@@ -135,7 +135,8 @@ def _ring_seconds(calls: Calls, constants: NcclConstants, of: ProtocolConstants,
     seconds = (start + of.crossing_us * crossings) * _US + moving
     if protocol is Protocol.SIMPLE:
         height = np.where(calls.operation == Operation.REDUCE_SCATTER.value, constants.scatter_ramp_ratio, 1.0)
-        height = height * (constants.ring_ramp_us + constants.ring_ramp_across_us * calls.spans_hosts)
+        across = np.where(calls.spans_hosts, constants.ring_ramp_across_us, 0.0)
+        height = height * (constants.ring_ramp_us + across)
         seconds = seconds + _ramp_seconds(calls, constants, height, port_bytes)
     return seconds
 
@@ -150,7 +151,7 @@ def _tree_seconds(calls: Calls, constants: NcclConstants, of: ProtocolConstants,
     moving = np.maximum(over_links, _tree_card_bytes(calls) / (calls.cards_rate * of.card_ratio))
     seconds = start * _US + moving
     if protocol is Protocol.SIMPLE:
-        height = constants.ring_ramp_us + constants.ring_ramp_across_us * calls.spans_hosts
+        height = np.where(calls.spans_hosts, constants.ring_ramp_across_us, 0.0) + constants.ring_ramp_us
         seconds = seconds + _ramp_seconds(calls, constants, height, 2 * calls.num_bytes)
     return seconds
 

@@ -50,7 +50,9 @@ class Measured:
     def subset(self, keep: Sequence[bool] | Bools) -> "Measured":
         """Return some of the rows."""
         kept = [index for index, is_kept in enumerate(keep) if is_kept]
-        return _measured([(self.logs[i], bool(self.is_roce[i]), self.rows[i]) for i in kept], _calls_at(self.calls, kept))
+        return _measured(
+            [(self.logs[i], bool(self.is_roce[i]), self.rows[i]) for i in kept], _calls_at(self.calls, kept)
+        )
 
 
 def measured_of(logs: Sequence[CollectiveLog]) -> Measured:
@@ -73,12 +75,14 @@ def predicted_seconds(measured: Measured, constants: NcclConstants) -> Floats:
 
 
 def fit_constants(measured: Measured, *, max_steps: int = _MOST_STEPS) -> NcclConstants:
-    """Return the constants that are nearest to measurements by logarithms, and to what is known where these are silent."""
+    """Return the constants that are nearest to measurements, and to what is known where these are silent."""
     known = flat(PRIOR)
     names = [name for name in known if name not in _FIXED]
     prior = np.log([known[name] for name in names])
     log_seconds = np.log(measured.seconds)
-    high = np.array([0.0 if name.endswith(".card_ratio") else math.log(_REACH) + at for name, at in zip(names, prior, strict=True)])
+    high = np.array(
+        [0.0 if name.endswith(".card_ratio") else math.log(_REACH) + at for name, at in zip(names, prior, strict=True)]
+    )
     low = prior - math.log(_REACH)
 
     def constants_at(point: Floats) -> NcclConstants:

@@ -30,7 +30,7 @@ _FITTED_BYTES = 16 * GIB
 _LARGE_BYTES, _LARGE_SPREAD, _SMALL_SPREAD = 64 * MIB, 0.10, 0.24
 SPREAD_PER_DOUBLING = 0.1  # what each doubling beyond what was measured adds
 _UNKNOWN_DEVICE_SPREAD = 0.2
-# Two hosts of eight, the least that "across hosts" is seen on, hold no more ranks than one: what it costs there is less.
+# What as many ranks cost in one host is the least across hosts; hosts of more devices are not in the logs.
 _RANKS_OF_A_HOST = 8
 
 
@@ -119,7 +119,11 @@ def _beyond(
         (shape.ranks_per_host, _FITTED_RANKS_PER_HOST, "ranks a host"),
         (num_bytes, _FITTED_BYTES, "bytes"),
     )
-    found = [(math.log2(value / most), f"{value:,.0f} {what}, measured up to {most:,}") for value, most, what in limits if value > most]
+    found = [
+        (math.log2(value / most), f"{value:,.0f} {what}, measured up to {most:,}")
+        for value, most, what in limits
+        if value > most
+    ]
     if not any(known in cluster.device.name for known in _FITTED_DEVICES):
         doublings = _UNKNOWN_DEVICE_SPREAD / SPREAD_PER_DOUBLING
         found.append((doublings, f"{cluster.device.name}, measured on {', '.join(_FITTED_DEVICES)}"))

@@ -101,7 +101,6 @@ def _text_rows(lines: Sequence[str], meta: Meta) -> tuple[list[LogRow], list[str
     if not found:
         return [], [], meta
     meta = _completed(meta, [ratio for _, _, ratio in found if ratio])
-    assert meta.operation is not None
     rows = [_row(meta, num_bytes, times) for num_bytes, times, _ in found]
     return rows, [f"{num_unread} rows without a time were left out"] * (num_unread > 0), meta
 
@@ -137,6 +136,7 @@ def _completed(meta: Meta, ratios: Sequence[float]) -> Meta:
     if not meta.num_ranks or not meta.num_hosts:
         what = "ranks" if not meta.num_ranks else "hosts"
         raise SpecError(f"the number of {what} must be known, got a table without lines of ranks; {hint}")
+    assert meta.operation is not None  # checked above
     expected = bus_factor(meta.operation, meta.num_ranks)
     if ratios and meta.num_ranks < 200 and abs(sorted(ratios)[len(ratios) // 2] / expected - 1) > _MOST_RATIO_ERROR:
         raise SpecError(

@@ -1,15 +1,12 @@
 """Reads and writes what our own microbenchmarks measured: `comm.csv` of two GPUs, JSON of `executor.measure.fabric`."""
 
 import csv
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from simulator.errors import SpecError
-from simulator.group_shape import GroupShape, even_shape
+from simulator.group_shape import even_shape
 from simulator.readers.collective_log import CollectiveLog, LogRow
-from simulator.readers.log_meta import OPERATIONS, device_of
-from simulator.specs.communication import Operation
+from simulator.readers.log_meta import OPERATIONS
 from simulator.specs.convert import from_plain, to_plain
 from simulator.specs.document import document_content, document_text
 

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from simulator.errors import SpecError
+from simulator.group_shape import even_shape
 from simulator.readers.collective_log import Estimate, LogRow
 from simulator.readers.log_meta import OPERATIONS, Meta, algorithm_of, protocol_of
 from simulator.specs.communication import Operation, bus_factor
-from simulator.group_shape import even_shape
 
 Table = tuple[list[LogRow], list[Estimate], list[str]]
 Row = Mapping[str, str]
@@ -28,7 +28,7 @@ def published_table(lines: Sequence[str], meta: Meta) -> Table | None:
 
 
 def _rows(lines: Sequence[str], columns: Sequence[str], first: int) -> list[Row]:
-    rows = []
+    rows: list[Row] = []
     for number, line in enumerate(lines, first):
         words = line.split()
         if not words or line.startswith("#"):

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from simulator.specs.checks import require_at_least, require_positive
+from simulator.specs.checks import require, require_at_least, require_positive
+from simulator.specs.communication import CHOOSABLE, Algorithm, Protocol
 from simulator.specs.units import GB, GIB, MIB, MICROSECOND, TERA, Dtype
 
 
@@ -79,6 +80,7 @@ class ClusterSpec:
         device: what each rank computes on.
         device_link: a device's port to the other devices of its host.
         host_link: a device's share of its host's network card, to devices of other hosts.
+        nccl_algorithm, nccl_protocol: that NCCL is told to take (NCCL_ALGO, NCCL_PROTO); None for its own choice.
     """
 
     name: str
@@ -87,9 +89,16 @@ class ClusterSpec:
     device: DeviceSpec
     device_link: LinkSpec
     host_link: LinkSpec
+    nccl_algorithm: Algorithm | None = None
+    nccl_protocol: Protocol | None = None
 
     def __post_init__(self) -> None:
         require_positive(num_hosts=self.num_hosts, devices_per_host=self.devices_per_host)
+        asked = self.nccl_algorithm or self.nccl_protocol
+        is_set_on_cpu = asked is not None and self.device.kind is DeviceKind.CPU
+        require(not is_set_on_cpu, "nccl_algorithm", "must be left out where devices are CPUs, which use gloo", asked)
+        is_choice = self.nccl_algorithm in (None, *CHOOSABLE)
+        require(is_choice, "nccl_algorithm", f"must be one of {', '.join(CHOOSABLE)}", self.nccl_algorithm)
 
     @property
     def num_devices(self) -> int:

@@ -26,13 +26,14 @@ def parse_toml(text: str, *, where: str) -> dict[str, Any]:
 
 
 def toml_text(table: Mapping[str, Any], prefix: str = "") -> str:
-    """Return a table as TOML: plain keys first, then each inner table under a header of its own.
+    """Return a table as TOML: plain keys first, then each inner table under a header; keys without value are left out.
 
     Args:
         prefix: dotted header of the table itself, with a dot at its end; empty for the whole file.
     """
     inner = {key: value for key, value in table.items() if isinstance(value, Mapping)}
-    lines = [f"{key} = {_toml_value(value)}\n" for key, value in table.items() if key not in inner]
+    plain = {key: value for key, value in table.items() if key not in inner and value is not None}
+    lines = [f"{key} = {_toml_value(value)}\n" for key, value in plain.items()]
     parts = [f"[{prefix}{key}]\n{toml_text(value, f'{prefix}{key}.')}" for key, value in inner.items()]
     return "\n".join(["".join(lines)] * bool(lines) + parts)
 
@@ -54,7 +55,8 @@ def full_cluster(table: Mapping[str, Any], *, where: str, key: str = "") -> dict
         return merged(to_plain(BUILT_IN_CLUSTERS[name], units=True), table)
     if table == {"name": LOCAL}:
         return None
-    missing = [field.name for field in dataclasses.fields(ClusterSpec) if field.name not in table]
+    required = [field.name for field in dataclasses.fields(ClusterSpec) if field.default is dataclasses.MISSING]
+    missing = [name for name in required if name not in table]
     if not missing:
         return dict(table)
     if name == LOCAL:

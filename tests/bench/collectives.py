@@ -2,11 +2,11 @@
 
     python -m tests.bench.collectives [--json figures.json] [--refit]
 
-For each log of `COUNTED` the constants of `simulator/nccl.py` are fitted to all others, then the log is predicted; below
-64 MB to those of other sites alone. Within a site, each size below 64 MB is interpolated from the other sizes of its
-log, as a calibration with a user's log does. Errors are |predicted / measured - 1|, their mean over a log's rows, and
-the mean of these over logs, so that a long log counts no more than a short one. `--refit` fits the constants that come
-with the project to all counted logs and writes them.
+For each log of `COUNTED` the constants of `simulator/nccl.py` are fitted to all others, then the log is predicted;
+below 64 MB to those of other sites alone. Within a site, each size below 64 MB is interpolated from the other sizes of
+its log, as a calibration with a user's log does. Errors are |predicted / measured - 1|, their mean over a log's rows,
+and the mean of these over logs, so that a long log counts no more than a short one. `--refit` fits the constants that
+come with the project to all counted logs and writes them.
 """
 
 import argparse
