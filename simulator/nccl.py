@@ -87,7 +87,8 @@ def seconds_of_ways(calls: Calls, constants: NcclConstants) -> dict[Way, Floats]
 def seconds_of(calls: Calls, constants: NcclConstants) -> Floats:
     """Return what each call takes by the way that is asked for, or by NCCL's own choice.
 
-    Where what is asked for does not exist, such as NVLS without the switches for it, the choice is NCCL's own.
+    Where what is asked for does not exist, such as NVLS without the switches for it, the choice is NCCL's own. (NCCL
+    itself may refuse instead, from release 2.24 on.)
     """
     ways = seconds_of_ways(calls, constants)
     stacked = np.stack(list(ways.values()))
