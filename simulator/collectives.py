@@ -89,7 +89,7 @@ class CollectiveCosts:
             latency = max(latency, self._cluster.host_link.latency_seconds)
         flows = self._flows(tasks, moving, spans_hosts=shape.spans_hosts)
         if found.is_whole and moving > 0:
-            flows = tuple(_no_faster(flow, moving) for flow in flows)
+            flows = tuple(_lasting(flow, moving) for flow in flows)
         return CollectiveCost(
             host_seconds=found.host_seconds, latency_seconds=latency, flows=flows, extrapolated=found.extrapolated
         )
@@ -108,7 +108,7 @@ class CollectiveCosts:
         if shape.spans_hosts:
             ports += ((HOST_OUT, self._cluster.host_of(source)), (HOST_IN, self._cluster.host_of(target)))
         flow = Flow(num_bytes=float(num_bytes), ports=ports, max_bytes_per_second=link.bandwidth_bytes_per_second)
-        flows = (_no_faster(flow, moving),) if num_bytes else ()
+        flows = (_lasting(flow, moving),) if num_bytes else ()
         return CollectiveCost(host_seconds=0.0, latency_seconds=latency, flows=flows, extrapolated=extrapolated)
 
     def log_spread(self, task: Task) -> float:
@@ -260,10 +260,16 @@ def _on_curve(curve: Sequence[CollectiveSample], given_bytes: float) -> _Estimat
     )
 
 
-def _no_faster(flow: Flow, seconds: float) -> Flow:
-    """Return a flow that alone takes at least so long."""
-    rate = min(flow.max_bytes_per_second, flow.num_bytes / seconds) if seconds > 0 else flow.max_bytes_per_second
-    return replace(flow, max_bytes_per_second=rate) if rate > 0 else flow
+def _lasting(flow: Flow, seconds: float) -> Flow:
+    """Return a flow that alone takes so long.
+
+    One that would take longer carries less than a ring's bytes: trees of two hosts send each byte once.
+    """
+    if seconds <= 0 or flow.num_bytes <= 0:
+        return flow
+    if flow.num_bytes > flow.max_bytes_per_second * seconds:
+        return replace(flow, num_bytes=flow.max_bytes_per_second * seconds)
+    return replace(flow, max_bytes_per_second=flow.num_bytes / seconds)
 
 
 def _given_bytes(kind: TaskKind, num_ranks: int, size: float) -> float:
