@@ -116,6 +116,7 @@ def measure(settings: Settings, store: Store, rank: int) -> None:
     num_ranks, per_host = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if num_ranks < 2 or num_ranks % per_host:
         raise RunError(f"hosts must have equally many ranks, at least two in all, got {num_ranks} of {per_host} a host")
+    before = _before(settings) if rank == 0 else ()
     if not settings.uses_gpudirect:
         os.environ["NCCL_NET_GDR_LEVEL"] = "LOC"
     cards = network_cards()
@@ -143,7 +144,7 @@ def measure(settings: Settings, store: Store, rank: int) -> None:
             dist.barrier(place.world)
         rows = _gathered(rows, place)
     if rank == 0:
-        _write(settings, rows, cards)
+        _write(settings, (*before, *rows), cards)
 
 
 def _gathered(rows: list[LogRow], place: Place) -> list[LogRow]:
@@ -255,7 +256,6 @@ def _seconds(call: Callable[[], object], repetitions: int, place: Place) -> list
 
 
 def _write(settings: Settings, rows: Sequence[LogRow], cards: Cards) -> None:
-    before = _before(settings)
     log = CollectiveLog(
         name=settings.out.name,
         source="python -m executor.measure.fabric",
@@ -266,7 +266,7 @@ def _write(settings: Settings, rows: Sequence[LogRow], cards: Cards) -> None:
         is_degraded=False,
         environment=environment(settings.kind),
         cautions=(),
-        rows=(*before, *rows),
+        rows=tuple(rows),
     )
     settings.out.parent.mkdir(parents=True, exist_ok=True)
     write_text_atomic(settings.out, log_text(log))
