@@ -143,8 +143,11 @@ class CollectiveCosts:
     def _nccl_estimate(self, kind: TaskKind, shape: GroupShape, given_bytes: float) -> _Estimate:
         """Return what the constants say, in the ratio to a curve of a like shape where one was measured."""
         operation, size = Operation(kind.value), full_bytes(kind, shape.num_ranks, given_bytes)
-        price = published_price(operation, shape, size, self._cluster)
         if (found := self._curves.nearest(kind, shape)) is None:
+            # What of an all-to-all crosses hosts, its sizes tell (`_uneven_seconds`).
+            price = published_price(
+                operation, shape, size, self._cluster, has_cards=operation is not Operation.ALL_TO_ALL
+            )
             return _Estimate(
                 host_seconds=self._measured_host_seconds,
                 latency_seconds=price.latency_seconds,
@@ -155,6 +158,7 @@ class CollectiveCosts:
             )
         curve, like = found
         at = _on_curve(curve, _given_bytes(kind, like.num_ranks, size))
+        price = published_price(operation, shape, size, self._cluster)
         then = published_price(operation, like, size, self._cluster)
         doublings = abs(math.log2(shape.num_hosts / like.num_hosts)) + abs(
             math.log2(shape.ranks_per_host / like.ranks_per_host)

@@ -4,13 +4,14 @@ Whatever the fit says, an operation costs no less than one that it contains, and
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
 from simulator.group_shape import GroupShape
-from simulator.nccl import Calls, seconds_of
+from simulator.nccl import Calls, Floats, seconds_of
 from simulator.nccl_constants import fitted_constants
 from simulator.specs.cluster import ClusterSpec
 from simulator.specs.communication import Operation
@@ -58,13 +59,13 @@ def published_price(
 
     Args:
         num_bytes: of the full buffer.
-        has_cards: whether bytes over network cards count; their latency does anyway.
+        has_cards: whether bytes over network cards count, as many as of equal messages; their latency does anyway.
     """
-    sizes = (max(num_bytes, 1.0), 1.0)
-    seconds = np.maximum(_seconds(operation, shape, sizes, cluster, has_cards=has_cards), 0.0)
+    operations = [operation]
     if operation is Operation.ALL_REDUCE:
-        for contained in (Operation.REDUCE_SCATTER, Operation.ALL_GATHER):
-            seconds = np.maximum(seconds, _seconds(contained, shape, sizes, cluster, has_cards=has_cards))
+        operations += [Operation.REDUCE_SCATTER, Operation.ALL_GATHER]  # which it contains
+    sizes = (max(num_bytes, 1.0), 1.0)
+    seconds = _seconds(operations, shape, sizes, cluster, has_cards=has_cards).max(axis=0)
     if shape.spans_hosts and shape.num_ranks <= _RANKS_OF_A_HOST:
         together = published_price(operation, _together(shape), num_bytes, cluster)
         seconds = np.maximum(seconds, (together.seconds, together.latency_seconds))
@@ -88,14 +89,20 @@ def _together(shape: GroupShape) -> GroupShape:
 
 
 def _seconds(
-    operation: Operation, shape: GroupShape, sizes: tuple[float, ...], cluster: ClusterSpec, *, has_cards: bool
-) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    count = len(sizes)
+    operations: Sequence[Operation],
+    shape: GroupShape,
+    sizes: Sequence[float],
+    cluster: ClusterSpec,
+    *,
+    has_cards: bool,
+) -> Floats:
+    """Return [operation, size] seconds."""
+    count = len(operations) * len(sizes)
     name = cluster.device.name
     cards = shape.cards_per_host * cluster.host_link.bandwidth_bytes_per_second
     calls = Calls(
-        operation=np.full(count, operation.value),
-        num_bytes=np.array(sizes),
+        operation=np.repeat([operation.value for operation in operations], len(sizes)),
+        num_bytes=np.tile(sizes, len(operations)),
         num_ranks=np.full(count, float(shape.num_ranks)),
         num_hosts=np.full(count, float(shape.num_hosts)),
         ranks_per_host=np.full(count, float(shape.ranks_per_host)),
@@ -106,7 +113,7 @@ def _seconds(
         algorithm=np.full(count, cluster.nccl_algorithm.value if cluster.nccl_algorithm else ""),
         protocol=np.full(count, cluster.nccl_protocol.value if cluster.nccl_protocol else ""),
     )
-    return seconds_of(calls, fitted_constants())
+    return seconds_of(calls, fitted_constants()).reshape(len(operations), len(sizes))
 
 
 def _beyond(

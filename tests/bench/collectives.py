@@ -13,6 +13,7 @@ import argparse
 import json
 import math
 import os
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,14 +21,17 @@ from pathlib import Path
 import numpy as np
 
 from executor.environment import environment
+from simulator.collectives import CollectiveCosts
 from simulator.nccl import Floats
 from simulator.nccl_constants import FITTED, flat
 from simulator.nccl_fit import Measured, fit_constants, measured_of, predicted_seconds
 from simulator.readers.nccl_tests import read_collective_log
-from simulator.specs.cluster import DeviceKind
+from simulator.specs.cluster import BUILT_IN_CLUSTERS, DeviceKind
 from simulator.specs.files import write_text_atomic
+from simulator.specs.program import TaskKind
 from simulator.specs.units import MIB
 from tests.bench.result import Better, Figure, print_figures, write_figures
+from tests.made import made_collective
 
 SHARED = Path(os.environ.get("GRAPHPILOT_SHARED", Path(__file__).parents[2] / "../shared"))
 LARGE_BYTES = 64 * MIB
@@ -202,7 +206,18 @@ def figures_of(errors: Sequence[Errors]) -> list[Figure]:
         figure("at least 64 MB, site held out", mean("site", is_large=True, is_forced=False), None),
         figure("below 64 MB, site held out", mean("site", is_large=False), 18.0),
         figure("below 64 MB, within a site", mean("size", is_large=False), 6.0),
+        Figure(name="priced", value=priced_per_second(), unit="1/s", bar=None, better=Better.HIGHER),
     ]
+
+
+def priced_per_second() -> float:
+    """Return how many all-reduces of sizes not seen before are priced in a second."""
+    costs = CollectiveCosts(BUILT_IN_CLUSTERS["h100x8-ndr"], None)
+    calls = [made_collective(TaskKind.ALL_REDUCE, 10**6 + size, 16) for size in range(500)]
+    started = time.perf_counter()
+    for tasks in calls:
+        costs.price(tasks)
+    return len(calls) / (time.perf_counter() - started)
 
 
 def print_errors(errors: Sequence[Errors]) -> None:

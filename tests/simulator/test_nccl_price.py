@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import time
 
 import pytest
 from hypothesis import given
@@ -149,6 +150,27 @@ def test_an_uneven_all_to_all_takes_what_its_busiest_card_carries():
     cost = costs.price(uneven)
     assert seconds_of(cost) - cost.latency_seconds == pytest.approx(expected, rel=0.05)
     assert seconds_of(cost) > 1.5 * seconds_of(costs.price(even))
+
+
+def test_an_all_to_all_that_stays_in_its_hosts_pays_no_card():
+    group = tuple(range(16))
+    costs = CollectiveCosts(H100, None)
+    rows = [tuple(150 * MIB * (other == rank ^ 1) for other in group) for rank in group]
+    inside = costs.price(tuple(made_task(TaskKind.ALL_TO_ALL, row, group=group) for row in rows))
+    assert seconds_of(inside) < 0.5 * seconds_of(costs.price(even_all_to_all(150 * MIB, group)))
+    assert not any(port.startswith("host") for flow in inside.flows for port, _ in flow.ports)
+
+
+def test_p4_thousands_of_prices_take_seconds():
+    costs = CollectiveCosts(H100, None)
+    groups = [tuple(range(8)), tuple(range(16))]
+    sizes = [2**power for power in range(10, 30)]
+    tasks = [collective(TaskKind.ALL_REDUCE, size, group) for group in groups for size in sizes]
+    started = time.perf_counter()
+    for _ in range(60):
+        for each in tasks:
+            costs.price(each)
+    assert time.perf_counter() - started < 10  # 0.1 ms each where a shape and a size come again
 
 
 def test_a_hierarchical_exchange_pays_the_network_only_between_hosts():

@@ -208,6 +208,23 @@ def test_what_cannot_be_told_is_refused_with_file_and_fix(tmp_path, text, words)
         assert word in str(refused.value)
 
 
+def test_p3_a_broken_log_is_not_accepted(tmp_path):
+    whole = json.dumps(json_content())
+    path = tmp_path / "cut.json"
+    for length in range(1, len(whole), 97):
+        path.write_text(whole[:length])
+        with pytest.raises(SpecError, match=r"cut\.json"):
+            read_collective_log(path)
+
+
+def test_p3_rows_that_were_cut_short_are_counted(tmp_path):
+    path = tmp_path / "cut.txt"
+    path.write_text(RANKS + TABLE + "        2048           128     float     sum\n")
+    log = read_collective_log(path)
+    assert len(log.rows) == 2
+    assert log.cautions == ("1 rows without a time were left out",)
+
+
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(SpecError, match=r"nowhere\.txt: must be a readable text file"):
         read_collective_log(Path(tmp_path / "nowhere.txt"))
