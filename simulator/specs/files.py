@@ -54,15 +54,15 @@ People write TOML. Every key is a field of a spec, and a quantity carries its un
     latency_seconds = "25 us"
     bandwidth_bytes_per_second = "400 Gb/s"
 
-On GPUs nccl_algorithm = "Ring" (or "Tree", "NVLS", "NVLSTree") and nccl_protocol = "Simple" (or "LL", "LL128") tell NCCL
-what to take; without them the choice is its own.
+On GPUs nccl_algorithm = "Ring" (or "Tree", "NVLS", "NVLSTree") and nccl_protocol = "Simple" (or "LL", "LL128") tell
+NCCL what to take; without them the choice is its own.
 
 Programs write JSON in base units. `plan.json` (a `PlanFile`), `calibration.json` (a `Calibration`), `fanout.json`
 (a `FanoutComparison`) and `manifest.json` of a checkpoint (a `CheckpointManifest`):
 
     {
       "format": "graphpilot plan",
-      "schema_version": 3,
+      "schema_version": 3,  # of a plan; calibrations have 4
       "content_sha256": "6f0c...",  # of the content without white space, keys sorted: shows any later change
       "content": {"graph": {"source": {"path": "/data/cora.npz", ...}, "num_nodes": 2708, ...}, "plan": {...}, ...}
     }
