@@ -39,14 +39,13 @@ from executor.cli_output import (
     statistics_json,
     statistics_tables,
 )
-from executor.cli_prediction import summary_of
+from executor.cli_prediction import extrapolated_prices, summary_of
 from executor.cli_replay import add_replay_commands
 from planner.explain import description
 from planner.order import order_localities
 from planner.partition import partition_graph
 from planner.search import find_plan
 from simulator.calibrate import MeasuredRun, recalibrate
-from simulator.collectives import CollectiveCosts, extrapolations
 from simulator.compare import compare
 from simulator.errors import CalibrationError, SpecError
 from simulator.log_samples import log_path, with_logs
@@ -70,7 +69,6 @@ from simulator.specs.graph import GraphFile, GraphSource, GraphSpec
 from simulator.specs.toml import LOCAL
 from simulator.specs.trace import TraceOrigin
 from simulator.specs.units import Dtype
-from simulator.workload import lower
 
 app = typer.Typer(
     help="Plan, simulate and run the training of graph transformers on large graphs over many GPUs.",
@@ -272,9 +270,11 @@ def plan(
         )
     write_plan(out, file)
     content = {"out": str(out), "description": description(file.plan), **dict(_plain(file.prediction))}
+    beyond = extrapolated_prices(file, usable)
     output.result(
-        {**content, "ranking": _plain(file.ranking), "rejected": file.rejected},
+        {**content, "ranking": _plain(file.ranking), "rejected": file.rejected, "extrapolated": list(beyond)},
         *plan_tables(file),
+        *(f"extrapolated: {text}" for text in beyond),
         "",
         f"written to {out}",
     )
@@ -318,10 +318,7 @@ def simulate_command(
     summary = summary_of(file.plan, file.cluster, trace, simulation_seconds=time.perf_counter() - began)
     write_trace(out, trace)
     quantiles = {f"p{ratio}": trace.step_seconds_quantile(ratio / 100) for ratio in (10, 50, 90)}
-    program = lower(
-        *(file.plan, file.graph, file.model, file.cluster), step=step, seed=file.train.seed, alike_ratio=alike
-    )
-    beyond = extrapolations(CollectiveCosts(file.cluster, usable), program)
+    beyond = extrapolated_prices(file, usable, step=step, alike_ratio=alike)
     output.result(
         {"out": str(out), "step_seconds": quantiles, **summary.as_json(), "extrapolated": list(beyond)},
         f"step (p10 / p50 / p90): {' / '.join(map(seconds_text, quantiles.values()))}; written to {out}",

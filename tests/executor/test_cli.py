@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -175,6 +176,31 @@ def test_cases_p2_and_p9_a_simulation_tells_compute_from_communication_and_who_i
     done = command("simulate", "plan.json", "--calibration", "calibration.json")
     assert "mean rank: compute " in done.out
     assert ("devices of the cluster are idle" in done.out) is (told["num_idle_devices"] > 0)
+
+
+def test_case_p2_a_simulation_always_leaves_a_trace_that_tells_compute_from_communication(command, tmp_path):
+    write_graph(tmp_path)
+    write_run(tmp_path, extra="[search]\nnum_ranks = [2]\n")
+    path = write_made_calibration(tmp_path)
+    assert command("plan", "run.toml", "--calibration", path).status == 0
+    for flag in ("--quiet", "--json"):
+        assert command("simulate", "plan.json", "--calibration", path, "--out", f"{flag}.json", flag).status == 0
+        spans = read_trace(tmp_path / f"{flag}.json").spans
+        assert {span.kind.is_collective for span in spans} == {True, False}
+    told = json.loads(command("simulate", "plan.json", "--calibration", path, "--json").out)
+    assert told["mean_rank"]["compute_seconds"] > 0
+    assert told["mean_rank"]["communication_seconds"] > 0
+
+
+def test_case_p6_every_key_of_a_simulation_is_documented_and_numbers_name_their_unit(command, planned):
+    told = json.loads(command("simulate", "plan.json", "--calibration", "calibration.json", "--json").out)
+    text = (Path(__file__).parents[2] / "executor" / "README.md").read_text()
+    assert all(f"`{key}`" in text for key in (*told, *told["mean_rank"]))
+    numbers = {key for table in (told, told["mean_rank"]) for key, value in table.items() if isinstance(value, float)}
+    assert numbers
+    assert all(key.endswith(("_seconds", "_per_second", "_bytes", "_ratio")) for key in numbers)
+    # Counts are whole.
+    assert all(isinstance(told[key], int) for key in told if key.startswith("num_"))
 
 
 @pytest.mark.parametrize(
@@ -546,5 +572,8 @@ def test_a_prediction_says_what_is_extrapolated(command, tmp_path):
     told = json.loads(done.out)["extrapolated"]
     assert told
     assert all("measured up to 8" in text for text in told)
-    shown = command("simulate", "plan.json", "--calibration", path)
-    assert "extrapolated: all_" in shown.out
+    for words in (("simulate", "plan.json"), ("plan", "run.toml")):
+        assert "extrapolated: all_" in command(*words, "--calibration", path).out
+    new = json.loads(command("plan", "run.toml", "--calibration", path, "--json").out)
+    again = json.loads(command("simulate", "plan.json", "--calibration", path, "--json").out)
+    assert new["extrapolated"] == again["extrapolated"] != []

@@ -9,13 +9,26 @@ from hypothesis import strategies as st
 
 from simulator.collectives import CollectiveCosts
 from simulator.fabric import Traffic
-from simulator.nominal import FULL_REACH, NominalFabric, Reach, WireSeconds, reach
+from simulator.group_flows import WireSeconds
+from simulator.nominal import FULL_REACH, NominalFabric, Reach, reach
+from simulator.simulation import simulate
 from simulator.specs.calibration import Calibration
 from simulator.specs.cluster import BUILT_IN_CLUSTERS, ClusterSpec, DeviceKind
 from simulator.specs.program import COLLECTIVES, Task, TaskKind
 from simulator.specs.topology import LinkFault, NetworkSpec
 from simulator.specs.units import GB, MIB
-from tests.made import DEVICE_NAME, made_cluster, made_collective, made_collective_sample, made_task
+from tests.made import (
+    DEVICE_NAME,
+    equal_parts,
+    graph_of,
+    made_calibration,
+    made_cluster,
+    made_collective,
+    made_collective_sample,
+    made_model,
+    made_plan,
+    made_task,
+)
 from tests.simulator.test_collectives import on_hosts, seconds_of
 
 H100 = BUILT_IN_CLUSTERS["h100x8-ndr"]
@@ -49,12 +62,13 @@ def test_bytes_on_nominal_ports_by_hand():
     # Two hosts of two devices: 1 GB/s each, and two cards of 0.1 GB/s a host.
     nominal = NominalFabric(made_cluster(num_hosts=2, devices_per_host=2))
     ring = nominal.wire_seconds(Traffic(group=(0, 1, 2, 3), ring_bytes=1e9))
-    assert ring == WireSeconds(pytest.approx(1.0), pytest.approx(5.0))
+    assert (ring.of_links, ring.of_cards) == pytest.approx((1.0, 5.0))
     pair_bytes = np.zeros((4, 4))
     pair_bytes[0, 1], pair_bytes[0, 2] = 3e9, 1e9
     pairs = nominal.wire_seconds(Traffic(group=(0, 1, 2, 3), pair_bytes=pair_bytes))
-    assert pairs == WireSeconds(pytest.approx(4.0), pytest.approx(10.0))  # through the card of rank 0
-    assert nominal.wire_seconds(Traffic(group=(0, 1), ring_bytes=1e9)) == WireSeconds(pytest.approx(1.0), 0.0)
+    assert (pairs.of_links, pairs.of_cards) == pytest.approx((4.0, 10.0))  # through the card of rank 0
+    inside = nominal.wire_seconds(Traffic(group=(0, 1), ring_bytes=1e9))
+    assert (inside.of_links, inside.of_cards) == pytest.approx((1.0, 0.0))
 
 
 def test_what_is_left_of_rates_by_hand():
@@ -93,6 +107,26 @@ def test_oversubscription_lengthens_what_crosses_leaves_and_nothing_else():
     assert price(narrow, below) == pytest.approx(price(fair, below))
     # Each leaf sends a host's bytes over two hosts' cards / 8: four times as long.
     assert price(narrow, across) > 2.5 * price(fair, across)
+
+
+def test_case_p1_the_length_of_a_step_follows_from_the_topology():
+    plan = made_plan(equal_parts(16, num_nodes=4000, num_edges=32_000, halo_rows=500))
+    fabrics = {
+        "rails": H100,
+        "one leaf a host": replace(H100, network=NetworkSpec(hosts_per_leaf=1)),
+        "over-subscribed": replace(H100, network=NetworkSpec(hosts_per_leaf=1, oversubscription=8)),
+        "a slow card": with_faults(H100, LinkFault(ends=("nic0", "network"), bandwidth_ratio=0.02)),
+        "ethernet": BUILT_IN_CLUSTERS["h100x8-ethernet"],
+    }
+    calibration = made_calibration(num_ranks=(8,), collective_seconds=lambda *_: 1e-5)
+    calibration = replace(calibration, device_name=H100.device.name, collectives=())
+    seconds = {
+        name: simulate(plan, graph_of(plan.partition), made_model(), cluster, calibration).median_step_seconds
+        for name, cluster in fabrics.items()
+    }
+    assert seconds["one leaf a host"] == pytest.approx(seconds["rails"])  # nothing is over-subscribed
+    assert len({seconds[name] for name in fabrics}) >= 4
+    assert all(seconds[name] > seconds["rails"] for name in ("over-subscribed", "a slow card", "ethernet"))
 
 
 # --- Faults.
