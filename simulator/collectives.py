@@ -6,7 +6,7 @@ ports of the cluster as it is (`fabric.py`). The flows then last just that long,
 at once.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 
 import numpy as np
@@ -44,6 +44,7 @@ class CollectiveCosts:
         self._fabric = fabric_of(cluster)
         self._nominal = NominalFabric(cluster)
         self._times = CollectiveTimes(self._nominal, calibration)
+        self._price = lru_cache(maxsize=64)(self._priced)  # layers have equal ones
 
     def price(self, tasks: tuple[Task, ...]) -> CollectiveCost:
         """Return what a collective costs once all have arrived.
@@ -51,13 +52,21 @@ class CollectiveCosts:
         Args:
             tasks: of the group's ranks, in the group's order; all the same but for their bytes.
         """
-        group = tasks[0].group
+        kind, group = tasks[0].kind, tasks[0].group
         if len(group) == 1:
             return CollectiveCost(host_seconds=0.0, latency_seconds=0.0, flows=())
-        shape, traffic = self._nominal.shape(group), _traffic(tasks)
+        if kind is TaskKind.ALL_TO_ALL:
+            return self._price(kind, group, 0, tuple(task.shape for task in tasks))
+        return self._price(kind, group, max(task.num_bytes for task in tasks), ())
+
+    def _priced(
+        self, kind: TaskKind, group: tuple[int, ...], num_bytes: int, pairs: tuple[tuple[int, ...], ...]
+    ) -> CollectiveCost:
+        """Return what `price` does, for the bytes of each rank or of each pair."""
+        shape, traffic = self._nominal.shape(group), _traffic(kind, group, num_bytes, pairs)
         flows = GroupFlows(self._fabric, self._nominal.wire_seconds(traffic), traffic, spans_hosts=shape.spans_hosts)
         left = reach(flows.nominal, flows.actual)
-        found = self._times.estimate(tasks[0].kind, shape, _priced_bytes(tasks), left)
+        found = self._times.estimate(kind, shape, _busiest_bytes(pairs) if pairs else float(num_bytes), left)
         latency = found.latency_seconds
         if shape.spans_hosts and not found.is_whole:
             latency = max(latency, self._cluster.host_link.latency_seconds)
@@ -94,10 +103,14 @@ class CollectiveCosts:
 
     def extrapolated(self, tasks: tuple[Task, ...]) -> tuple[str, ...]:
         """Return what of a collective's price lies beyond measurements."""
-        if len(tasks) == 1:
+        kind, group = tasks[0].kind, tasks[0].group
+        if len(group) == 1:
             return ()
-        shape = self._nominal.shape(tasks[0].group)
-        return self._times.estimate(tasks[0].kind, shape, _priced_bytes(tasks)).extrapolated
+        if kind is TaskKind.ALL_TO_ALL:
+            given_bytes = _busiest_bytes(tuple(task.shape for task in tasks))
+        else:
+            given_bytes = float(max(task.num_bytes for task in tasks))
+        return self._times.estimate(kind, self._nominal.shape(group), given_bytes).extrapolated
 
     def curve(self, kind: TaskKind, num_ranks: int) -> Curve:
         """Return samples of one host by bytes, of so many ranks or of the nearest number; empty without any."""
@@ -113,19 +126,16 @@ def _lasting(flows: GroupFlows, found: Estimate, shape: GroupShape) -> tuple[Flo
     return flows.lasting(moving, with_cards=found.is_whole)
 
 
-def _traffic(tasks: Sequence[Task]) -> Traffic:
+def _traffic(kind: TaskKind, group: tuple[int, ...], num_bytes: int, pairs: tuple[tuple[int, ...], ...]) -> Traffic:
     """Return what the ranks of a collective send."""
-    kind, group = tasks[0].kind, tasks[0].group
     if kind is TaskKind.ALL_TO_ALL:
-        return Traffic(group=group, pair_bytes=_pair_bytes(tuple(task.shape for task in tasks)))
-    return Traffic(group=group, ring_bytes=max(task.num_bytes for task in tasks) * wire_ratio(kind, len(tasks)))
+        return Traffic(group=group, pair_bytes=_pair_bytes(pairs))
+    return Traffic(group=group, ring_bytes=num_bytes * wire_ratio(kind, len(group)))
 
 
-def _priced_bytes(tasks: Sequence[Task]) -> float:
-    """Return the bytes that a collective's time follows: of an all-to-all, the busiest rank's, sent or received."""
-    if tasks[0].kind is not TaskKind.ALL_TO_ALL:
-        return float(max(task.num_bytes for task in tasks))
-    sent = _pair_bytes(tuple(task.shape for task in tasks))
+def _busiest_bytes(pairs: tuple[tuple[int, ...], ...]) -> float:
+    """Return the bytes that an all-to-all's time follows: the busiest rank's, sent or received."""
+    sent = _pair_bytes(pairs)
     return float(max(sent.sum(axis=0).max(), sent.sum(axis=1).max()))
 
 

@@ -339,10 +339,14 @@ class Fabric:
     def _add_nic(self, loads: Loads, host: int, nic: int, device: int, *, out: float, back: float) -> None:
         """Add bytes between a device and the network through a card."""
         ports, (leaving, entering) = self.hosts[host], nic_ports(nic)
-        for port, share in [(leaving, 1.0), *ports.to_nic(device, nic).items()]:
-            loads[port, host] += share * out
-        for port, share in [(entering, 1.0), *ports.from_nic(nic, device).items()]:
-            loads[port, host] += share * back
+        for way, num_bytes, route in (
+            (leaving, out, ports.to_nic(device, nic)),
+            (entering, back, ports.from_nic(nic, device)),
+        ):
+            if num_bytes > 0:
+                loads[way, host] += num_bytes
+                for port, share in route.items():
+                    loads[port, host] += share * num_bytes
 
     def _add_leaf(self, loads: Loads, leaf: int, *, up: float, down: float) -> None:
         if self._network.leaf_rates:
