@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -142,20 +143,22 @@ class Fabric:
         return {port: share * traffic.ring_bytes for port, share in outside.items()}
 
     def flows(self, loads: Loads, *, factor: float = 1.0) -> list[Flow]:
-        """Return a flow for each load: ports of a host that carry the same at the same rate go together.
+        """Return a flow for each load: ports of a host that carry the same go together, at the rate of the slowest.
 
         Args:
             factor: by how much longer they last alone. Those that last less carry less than the loads.
         """
-        together: dict[tuple[bool, int, float, float], list[Port]] = {}
+        together: dict[tuple[bool, int, float], list[Port]] = {}
+        rates: dict[tuple[bool, int, float], float] = {}
         for port, load in loads.items():
             if load > 0:
-                rate = self._rate(port)
-                together.setdefault((port[0] in _LEAF_PORTS, port[1], load, rate), []).append(port)
+                key = port[0] in _LEAF_PORTS, port[1], load
+                together.setdefault(key, []).append(port)
+                rates[key] = min(rates.get(key, inf), self._rate(port))
         less, slower = min(factor, 1.0), max(factor, 1.0)
         return [
-            Flow(num_bytes=load * less, ports=tuple(ports), max_bytes_per_second=rate / slower)
-            for (_, _, load, rate), ports in together.items()
+            Flow(num_bytes=key[2] * less, ports=tuple(ports), max_bytes_per_second=rates[key] / slower)
+            for key, ports in together.items()
         ]
 
     def load_seconds(self, traffic: Traffic, links: Loads, cards: Loads) -> tuple[float, float]:
