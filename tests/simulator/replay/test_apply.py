@@ -103,6 +103,25 @@ def test_collectives_follow_the_ratio_of_two_networks(tmp_path):
     assert piece.duration_seconds == 0
 
 
+def test_a_message_between_two_ranks_takes_the_way_between_them():
+    near, far = (
+        Message(operation="send_recv", num_bytes=512 * MIB, num_ranks=2, group=group) for group in ((0, 1), (0, 8))
+    )
+    # H200s of ../shared/measured/h200x2/comm.csv moved 512 MiB one way in 1.46 ms; an NDR card carries 49 GB/s.
+    assert message_seconds(near, H200, 2) == pytest.approx(1.46e-3, rel=0.25)
+    assert 1 < message_seconds(far, H100, 2) / (512 * MIB / (49 * GB)) < 1.35
+
+
+def test_a_collective_costs_more_over_a_narrower_topology():
+    message = Message(operation="all_gather", num_bytes=64 * MIB, num_ranks=16, group=tuple(range(16)))
+    seconds = [
+        message_seconds(message, BUILT_IN_CLUSTERS[name], 16)
+        for name in ("h100x8-ndr", "h100x8-roce", "h100x8-ethernet")
+    ]
+    assert seconds == sorted(seconds)
+    assert seconds[2] > 5 * seconds[0]
+
+
 def test_a_kernel_follows_its_roofline_on_another_device():
     product = DeviceOperation(
         name="sgemm", kind=KernelKind.MATRIX_PRODUCT, stream="s", start_seconds=0, duration_seconds=1e-3
