@@ -39,7 +39,7 @@ from executor.cli_output import (
     statistics_json,
     statistics_tables,
 )
-from executor.cli_prediction import summary_of
+from executor.cli_prediction import extrapolated_prices, summary_of
 from executor.cli_replay import add_replay_commands
 from planner.explain import description
 from planner.order import order_localities
@@ -48,6 +48,7 @@ from planner.search import find_plan
 from simulator.calibrate import MeasuredRun, recalibrate
 from simulator.compare import compare
 from simulator.errors import CalibrationError, SpecError
+from simulator.log_samples import log_path, with_logs
 from simulator.readers.generators import materialise
 from simulator.readers.graphs import Graph, read_graph
 from simulator.readers.inspect import graph_statistics
@@ -159,13 +160,34 @@ def calibrate(
     host_only: Annotated[
         Path | None, typer.Option(help="Take this calibration and measure only how fast the host is today.")
     ] = None,
+    from_logs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--from",
+            metavar="nccl-tests:FILE",
+            help="Measure nothing, but add a log of nccl-tests (text or JSON) to the calibration at --out; several are "
+            "allowed. Says whether the fabric is healthy.",
+        ),
+    ] = None,
+    force: ForceFlag = False,
     json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
-    """Measure every task kind and collective on this machine.
+    """Measure every task kind and collective on this machine, or add measured collectives of another.
 
     Example: graphpilot calibrate --quick --out calibration.json
+
+    With logs: graphpilot calibrate --from nccl-tests:all_reduce.txt --out calibration.json
     """
+    if from_logs:
+        if host_only is not None or quick or precisions != "fp32":
+            raise SpecError(
+                "--from measures nothing, so it takes no --host-only, --quick or --precisions; leave them out"
+            )
+        _add_logs(out, from_logs, Output(json, quiet), force=force)
+        return
+    if force:
+        raise SpecError("--force is for logs that --from names; leave it out")
     with threads_without_ctrl_c():
         from executor.environment import local_cluster
         from executor.measure.session import Session, effort_of, expected_seconds, run_host_session, run_session
@@ -194,6 +216,21 @@ def calibrate(
         {"out": str(out), "device": calibration.device_name, **counts},
         f"{counts['computes']} samples of tasks and {counts['collectives']} of collectives on {devices}: {out}",
     )
+
+
+def _add_logs(out: Path, named: list[str], output: Output, *, force: bool) -> None:
+    """Add logs of collectives to the calibration at `out`, and say what they show."""
+    paths = [log_path(text) for text in named]
+    calibration, added = with_logs(existing_calibration(out), paths, force=force)
+    require_writable(out)
+    write_calibration(out, calibration)
+    shown = []
+    for log in added:
+        state = "healthy" if log.is_healthy else "degraded"
+        shown.append(f"{log.name}: the fabric is {state}; {log.num_samples} samples added to {out}")
+        shown += [f"  {finding.text}" for finding in log.findings] + [f"  {text}" for text in log.left_out]
+    logs = [{**dict(_plain(log)), "is_healthy": log.is_healthy} for log in added]
+    output.result({"out": str(out), "logs": logs}, *shown)
 
 
 @app.command()
@@ -233,9 +270,11 @@ def plan(
         )
     write_plan(out, file)
     content = {"out": str(out), "description": description(file.plan), **dict(_plain(file.prediction))}
+    beyond = extrapolated_prices(file, usable)
     output.result(
-        {**content, "ranking": _plain(file.ranking), "rejected": file.rejected},
+        {**content, "ranking": _plain(file.ranking), "rejected": file.rejected, "extrapolated": list(beyond)},
         *plan_tables(file),
+        *(f"extrapolated: {text}" for text in beyond),
         "",
         f"written to {out}",
     )
@@ -279,10 +318,12 @@ def simulate_command(
     summary = summary_of(file.plan, file.cluster, trace, simulation_seconds=time.perf_counter() - began)
     write_trace(out, trace)
     quantiles = {f"p{ratio}": trace.step_seconds_quantile(ratio / 100) for ratio in (10, 50, 90)}
+    beyond = extrapolated_prices(file, usable, step=step, alike_ratio=alike)
     output.result(
-        {"out": str(out), "step_seconds": quantiles, **summary.as_json()},
+        {"out": str(out), "step_seconds": quantiles, **summary.as_json(), "extrapolated": list(beyond)},
         f"step (p10 / p50 / p90): {' / '.join(map(seconds_text, quantiles.values()))}; written to {out}",
         *summary.lines(),
+        *(f"extrapolated: {text}" for text in beyond),
     )
 
 

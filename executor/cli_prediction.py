@@ -5,9 +5,13 @@ from dataclasses import asdict, dataclass
 
 from executor.cli_output import seconds_text
 from planner.explain import Breakdown, breakdown
+from simulator.collectives import CollectiveCosts, extrapolations
+from simulator.specs.calibration import Calibration
 from simulator.specs.cluster import ClusterSpec
+from simulator.specs.decision import PlanFile
 from simulator.specs.plan import Plan
 from simulator.specs.trace import Trace, counted_ranks, counted_spans
+from simulator.workload import lower
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,3 +89,12 @@ def summary_of(plan: Plan, cluster: ClusterSpec, trace: Trace, *, simulation_sec
         simulation_seconds=simulation_seconds,
         tasks_per_second=len(trace.spans) * num_trials / simulation_seconds,
     )
+
+
+def extrapolated_prices(
+    file: PlanFile, calibration: Calibration, *, step: int = 0, alike_ratio: float = 0.0
+) -> tuple[str, ...]:
+    """Return which collectives of a plan's step are priced beyond what was measured, a sentence each."""
+    specs = file.plan, file.graph, file.model, file.cluster
+    program = lower(*specs, step=step, seed=file.train.seed, alike_ratio=alike_ratio)
+    return extrapolations(CollectiveCosts(file.cluster, calibration), program)

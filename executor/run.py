@@ -25,6 +25,7 @@ from executor.heartbeat import Heartbeat, backstop_seconds
 from executor.history import History
 from executor.launch import is_under_torchrun, launch, meet, run_as_rank
 from executor.mesh import Place, joined_mesh
+from executor.nccl_settings import told_nccl
 from executor.position import Position
 from executor.progress import CountProgress
 from executor.record import Recorder, StepTracer, with_waiting
@@ -236,7 +237,7 @@ def _train_as_rank(
         cpu_affinity=file.train.cpu_affinity,
         ranks_per_host=file.plan.ranks_per_host,
     )
-    with mesh as place, heartbeat.failures_told():
+    with told_nccl(file.cluster), mesh as place, heartbeat.failures_told():
         heartbeat.timeout_seconds = timeout_seconds
         position.reach("the making of the model")
         if kind is DeviceKind.CUDA:

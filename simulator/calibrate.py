@@ -170,7 +170,8 @@ def _recalibrated_collectives(
         corrections.append(Correction(label=f"{kind} on {num_ranks} ranks", num_spans=len(found), factor=factor))
         # Where this number of ranks was not measured before, the samples that served for it become its own.
         scaled = [_scaled(sample, factor) for sample in costs.curve(kind, num_ranks)]
-        samples = [sample for sample in samples if (sample.kind, sample.num_ranks) != (kind, num_ranks)] + scaled
+        key = (kind, num_ranks, 1)
+        samples = [sample for sample in samples if (sample.kind, sample.num_ranks, sample.num_hosts) != key] + scaled
     return tuple(samples), corrections
 
 

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,7 @@ from simulator.specs.topology import NIC, stem_of
 
 DEVICE_OUT, DEVICE_IN, HOST_OUT, HOST_IN = "device_out", "device_in", "host_out", "host_in"
 LEAF_UP, LEAF_DOWN = "leaf_up", "leaf_down"
+_LEAF_PORTS = (LEAF_UP, LEAF_DOWN)
 
 Floats = NDArray[np.float64]
 Loads = dict[Port, float]
@@ -55,6 +57,7 @@ class Fabric:
     Attributes:
         capacities: bytes per second of each port; lost ones have none.
         hosts: ports of each host.
+        has_nics: whether each card has a port of its own.
     """
 
     def __init__(self, cluster: ClusterSpec) -> None:
@@ -68,49 +71,111 @@ class Fabric:
             self.hosts.append(by_faults[faults])
         has_nics = cluster.host is not None and cluster.host.num_nics > 0
         has_faulty_nics = any(stem_of(fault.ends[0]) == NIC for fault in cluster.link_faults)
-        self._has_nics = has_nics or has_faulty_nics or cluster.network is not None
+        self.has_nics = has_nics or has_faulty_nics or cluster.network is not None
         self._network = NetworkPorts(cluster, self.hosts)
+        self._num_nics = cluster.num_nics
         self.capacities: Mapping[Port, float] = dict(self._all_capacities())
         self._ring_loads: dict[tuple[int, ...], tuple[Loads, Loads]] = {}
+        self._ring_seconds: dict[tuple[tuple[int, ...], bool], tuple[float, float]] = {}
+        self._slowest: dict[tuple[int, ...], float] = {}  # port of a device of a group
 
     # --- Flows.
 
-    def device_flows(self, group: tuple[int, ...], seconds: float) -> list[Flow]:
-        """Return one flow a device, in and out together, that takes so long alone while no port is slow."""
+    def device_flows(self, group: tuple[int, ...], seconds: float, *, lasting_seconds: float = 0.0) -> list[Flow]:
+        """Return one flow a device, in and out together, that takes so long alone while no port is slow.
+
+        Args:
+            lasting_seconds: for which the flows last alone, if that is longer.
+        """
         if seconds <= 0:
             return []
         healthy = self._cluster.device_link.bandwidth_bytes_per_second
-        flows = []
-        for rank in group:
-            self._require_port((DEVICE_OUT, rank))
-            rate = min(healthy, self.capacities[DEVICE_OUT, rank])
-            ports = ((DEVICE_OUT, rank), (DEVICE_IN, rank))
-            flows.append(Flow(num_bytes=seconds * healthy, ports=ports, max_bytes_per_second=rate))
-        return flows
+        num_bytes = seconds * healthy
+        longest = min(healthy, num_bytes / lasting_seconds) if lasting_seconds > 0 else healthy
+        return [
+            Flow(
+                num_bytes=num_bytes,
+                ports=((DEVICE_OUT, rank), (DEVICE_IN, rank)),
+                max_bytes_per_second=min(longest, self._rate((DEVICE_OUT, rank))),
+            )
+            for rank in group
+        ]
+
+    def device_seconds(self, group: tuple[int, ...], seconds: float) -> float:
+        """Return how long the longest of `device_flows` takes alone."""
+        if seconds <= 0:
+            return 0.0
+        if group not in self._slowest:
+            self._slowest[group] = min(self._rate((DEVICE_OUT, rank)) for rank in group)
+        healthy = self._cluster.device_link.bandwidth_bytes_per_second
+        return seconds * max(1.0, healthy / self._slowest[group])
 
     def link_flows(self, traffic: Traffic) -> list[Flow]:
         """Return what crosses the links inside hosts on the way from device to device."""
+        return self.flows(self.link_loads(traffic))
+
+    def host_flows(self, traffic: Traffic) -> list[Flow]:
+        """Return what leaves and enters each host, and crosses the network's switches."""
+        if not self.has_nics:
+            return self.undivided_host_flows(traffic)
+        return self.flows(self.card_loads(traffic))
+
+    def link_loads(self, traffic: Traffic) -> Loads:
+        """Return the bytes of `link_flows` by port."""
         if self._cluster.host is None:
-            return []
+            return {}
         if traffic.pair_bytes is None:
             inside, _ = self._ring(traffic.group)
-            return self._flows({port: share * traffic.ring_bytes for port, share in inside.items()})
+            return {port: share * traffic.ring_bytes for port, share in inside.items()}
         loads: Loads = {}
         for host, members in self._members(traffic.group).items():
             devices = [self._device(traffic.group[index]) for index in members]
             between = traffic.pair_bytes[np.ix_(members, members)] * ~np.eye(len(members), dtype=bool)
             found = self.hosts[host].pairs(devices, between)
             loads |= {(port, host): load for port, load in found.items()}
-        return self._flows(loads)
+        return loads
 
-    def host_flows(self, traffic: Traffic) -> list[Flow]:
-        """Return what leaves and enters each host, and crosses the network's switches."""
-        if not self._has_nics:
-            return self._undivided_host_flows(traffic)
+    def card_loads(self, traffic: Traffic) -> Loads:
+        """Return the bytes of `host_flows` by port, where hosts have network cards."""
         if traffic.pair_bytes is not None:
-            return self._flows(self._pair_loads(traffic.group, traffic.pair_bytes))
+            return self._pair_loads(traffic.group, traffic.pair_bytes)
         _, outside = self._ring(traffic.group)
-        return self._flows({port: share * traffic.ring_bytes for port, share in outside.items()})
+        return {port: share * traffic.ring_bytes for port, share in outside.items()}
+
+    def flows(self, loads: Loads, *, factor: float = 1.0) -> list[Flow]:
+        """Return a flow for each load: ports of a host that carry the same go together, at the rate of the slowest.
+
+        Args:
+            factor: by how much longer they last alone. Those that last less carry less than the loads.
+        """
+        together: dict[tuple[bool, int, float], list[Port]] = {}
+        rates: dict[tuple[bool, int, float], float] = {}
+        for port, load in loads.items():
+            if load > 0:
+                key = port[0] in _LEAF_PORTS, port[1], load
+                together.setdefault(key, []).append(port)
+                rates[key] = min(rates.get(key, inf), self._rate(port))
+        less, slower = min(factor, 1.0), max(factor, 1.0)
+        return [
+            Flow(num_bytes=key[2] * less, ports=tuple(ports), max_bytes_per_second=rates[key] / slower)
+            for key, ports in together.items()
+        ]
+
+    def load_seconds(self, traffic: Traffic, links: Loads, cards: Loads) -> tuple[float, float]:
+        """Return when the busiest port of either loads is done, which also carries its part of the other's."""
+        if traffic.pair_bytes is not None or traffic.ring_bytes == 0:
+            return self._busiest(links, cards), self._busiest(cards, links)
+        key = traffic.group, bool(cards)
+        if key not in self._ring_seconds:  # of a byte
+            found = self._busiest(links, cards), self._busiest(cards, links)
+            self._ring_seconds[key] = found[0] / traffic.ring_bytes, found[1] / traffic.ring_bytes
+        of_links, of_cards = self._ring_seconds[key]
+        return of_links * traffic.ring_bytes, of_cards * traffic.ring_bytes
+
+    def _busiest(self, loads: Loads, beside: Loads) -> float:
+        return max(
+            ((load + beside.get(port, 0.0)) / self._rate(port) for port, load in loads.items() if load > 0), default=0.0
+        )
 
     def missing_pair(self, group: tuple[int, ...]) -> tuple[int, int] | None:
         """Return two ranks of a group that nothing joins any more; None if all are joined."""
@@ -132,7 +197,7 @@ class Fabric:
                     return rank, other
         return None
 
-    def _undivided_host_flows(self, traffic: Traffic) -> list[Flow]:
+    def undivided_host_flows(self, traffic: Traffic) -> list[Flow]:
         """Return one flow a host through all its cards; rings cross a host's boundary once for all its ranks."""
         nic_rate = self._cluster.host_link.bandwidth_bytes_per_second
         between = None if traffic.pair_bytes is None else self._between_hosts(traffic.group, traffic.pair_bytes)
@@ -178,7 +243,7 @@ class Fabric:
     def _ring_outside(self, group: tuple[int, ...], members: Mapping[int, list[int]]) -> Loads:
         """Return loads of cards, of the way to them, and of leaves; a ring goes through hosts leaf by leaf."""
         loads: Loads = defaultdict(float)
-        if len(members) == 1 or not self._has_nics:
+        if len(members) == 1 or not self.has_nics:
             return loads
         crosses = self._network.crosses(members)
         shares: dict[int, dict[int, float]] = {}  # of what leaves and enters each host, by leaf
@@ -207,7 +272,7 @@ class Fabric:
         if len(members) == 1:
             return loads
         sent = pair_bytes * (hosts[:, None] != hosts[None, :])
-        shares = self._nic_shares(group, crosses=self._network.crosses(members))
+        shares = self.nic_shares(group, crosses=self._network.crosses(members))
         by_rail = self._network.goes_by_rail(members)
         out = sent.sum(axis=1, keepdims=True) * shares * (not by_rail)
         back = sent.sum(axis=0)[:, None] * shares
@@ -244,9 +309,13 @@ class Fabric:
         for leaf in np.flatnonzero(up + down).tolist():
             self._add_leaf(loads, leaf, up=float(up[leaf]), down=float(down[leaf]))
 
-    def _nic_shares(self, group: tuple[int, ...], *, crosses: bool) -> Floats:
-        """Return [rank, card], which part of a rank's messages goes through which card of its host."""
-        shares = np.zeros((len(group), self._cluster.num_nics))
+    def nic_shares(self, group: tuple[int, ...], *, crosses: bool = False) -> Floats:
+        """Return [rank, card], which part of a rank's messages goes through which card of its host.
+
+        Args:
+            crosses: whether cards must reach a spine.
+        """
+        shares = np.zeros((len(group), self._num_nics))
         for index, rank in enumerate(group):
             nics = self._network.nics(rank, crosses)
             shares[index, list(nics)] = 1 / max(len(nics), 1)
@@ -261,7 +330,7 @@ class Fabric:
                 for kind in (DEVICE_OUT, DEVICE_IN):
                     yield (kind, host * per_host + device), rate
             yield from (((port, host), rate) for port, rate in ports.link_rates.items())
-            if self._has_nics:
+            if self.has_nics:
                 yield from (((port, host), rate) for nic, rate in enumerate(ports.nic_rates) for port in nic_ports(nic))
             else:
                 rate = self._cluster.host_link.bandwidth_bytes_per_second * per_host
@@ -273,32 +342,26 @@ class Fabric:
     def _add_nic(self, loads: Loads, host: int, nic: int, device: int, *, out: float, back: float) -> None:
         """Add bytes between a device and the network through a card."""
         ports, (leaving, entering) = self.hosts[host], nic_ports(nic)
-        for port, share in [(leaving, 1.0), *ports.to_nic(device, nic).items()]:
-            loads[port, host] += share * out
-        for port, share in [(entering, 1.0), *ports.from_nic(nic, device).items()]:
-            loads[port, host] += share * back
+        for way, num_bytes, route in (
+            (leaving, out, ports.to_nic(device, nic)),
+            (entering, back, ports.from_nic(nic, device)),
+        ):
+            if num_bytes > 0:
+                loads[way, host] += num_bytes
+                for port, share in route.items():
+                    loads[port, host] += share * num_bytes
 
     def _add_leaf(self, loads: Loads, leaf: int, *, up: float, down: float) -> None:
         if self._network.leaf_rates:
             loads[LEAF_UP, leaf] += up
             loads[LEAF_DOWN, leaf] += down
 
-    def _flows(self, loads: Loads) -> list[Flow]:
-        """Return a flow for each load: ports of a host that carry the same at the same rate go together."""
-        together: dict[tuple[bool, int, float, float], list[Port]] = {}
-        for port, load in loads.items():
-            if load > 0:
-                self._require_port(port)
-                key = (port[0] in (LEAF_UP, LEAF_DOWN), port[1], load, self.capacities[port])
-                together.setdefault(key, []).append(port)
-        return [
-            Flow(num_bytes=load, ports=tuple(ports), max_bytes_per_second=rate)
-            for (_, _, load, rate), ports in together.items()
-        ]
-
-    def _require_port(self, port: Port) -> None:
-        if self.capacities.get(port, 0.0) == 0:
+    def _rate(self, port: Port) -> float:
+        """Return the rate of a port that traffic needs."""
+        rate = self.capacities.get(port, 0.0)
+        if rate == 0:
             raise PlanError(f"link_faults leave nothing of {port[0]} {port[1]}, which a collective of the plan needs")
+        return rate
 
     def _members(self, group: tuple[int, ...]) -> dict[int, list[int]]:
         """Return the places in a group of the ranks of each host, by host."""

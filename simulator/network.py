@@ -161,6 +161,7 @@ class Network:
         self._env = env
         self._capacities = capacities
         self._num_started = 0
+        self._checked: dict[int, Flow] = {}  # by identity: a step's flows come again in the next
         self._on_port: dict[Port, dict[_Moving, None]] = {}  # dicts, since sets have no order of insertion
         self._load_on_port: dict[Port, int] = {}  # flows, those that are alike counted each
         self._touched: dict[_Moving, None] = {}
@@ -174,7 +175,9 @@ class Network:
         """Start these flows now and return the event that succeeds when all of them have ended."""
         transfer = _Transfer(self._env.event(), 0)
         for flow in flows:
-            _check(flow, self._capacities)
+            if id(flow) not in self._checked:
+                _check(flow, self._capacities)
+                self._checked[id(flow)] = flow
             if flow.num_bytes > 0:
                 self._start(flow, transfer)
         if transfer.num_moving == 0:

@@ -17,6 +17,15 @@ SHARED = Path(os.environ.get("GRAPHPILOT_SHARED", Path(__file__).parents[2] / "s
 
 
 @pytest.fixture(scope="session")
+def shared_logs() -> Path:
+    """Folder of public logs of collectives."""
+    folder = SHARED / "nccl_logs"
+    if not folder.is_dir():
+        pytest.skip(f"the team's logs {folder} are not on this machine")
+    return folder
+
+
+@pytest.fixture(scope="session")
 def shared_data() -> Path:
     """Folder of the team's real graphs."""
     folder = Path(os.environ.get("GRAPHPILOT_DATA", SHARED / "data"))

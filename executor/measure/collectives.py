@@ -72,7 +72,7 @@ def _time_collective(call: Callable[[], object], effort: Effort, place: Place) -
     synchronize(place.device)
     repetitions = max(effort.repetitions, 9)
     if place.device.type == "cuda":
-        return _time_collective_on_gpu(call, repetitions, place)
+        return time_on_gpu(call, repetitions, place)
     starts, ends = [], []
     for _ in range(repetitions):
         dist.barrier(place.world)
@@ -86,7 +86,8 @@ def _time_collective(call: Callable[[], object], effort: Effort, place: Place) -
     return (stacked[:, 1].mean(0) - stacked[:, 0].max(0).values).clamp(min=1e-7).tolist(), 0.0
 
 
-def _time_collective_on_gpu(call: Callable[[], object], repetitions: int, place: Place) -> tuple[list[float], float]:
+def time_on_gpu(call: Callable[[], object], repetitions: int, place: Place) -> tuple[list[float], float]:
+    """Return the seconds of the kernels of each repetition, the least over the ranks, and the host's seconds."""
     host_seconds = []
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache
 
 from simulator.collectives import CollectiveCosts, port_capacities
+from simulator.replay.ranks import PAIRWISE
 from simulator.specs.cluster import ClusterSpec
 from simulator.specs.program import Phase, Stream, Task, TaskKind
 from simulator.specs.recording import Message
@@ -25,14 +26,29 @@ _KINDS = {
 def message_seconds(message: Message, cluster: ClusterSpec, num_ranks: int) -> float:
     """Return the seconds of a collective alone on a cluster, enlarged by hosts until it holds all ranks.
 
-    What has no formula of its own (a broadcast, a message between two ranks) moves its bytes through one port. A
-    message of unknown size is priced as a gigabyte, by which rates alone count.
+    What has no formula of its own (a broadcast) moves its bytes through one port. A message of unknown size is priced
+    as a gigabyte, by which rates alone count.
     """
     num_bytes = message.num_bytes if message.num_bytes is not None else GB
     group = message.group if len(message.group) == num_ranks else tuple(range(num_ranks))
     num_hosts = max(cluster.num_hosts, math.ceil((max(group) + 1) / cluster.devices_per_host))
     enlarged = replace(cluster, num_hosts=num_hosts)
-    kind = _KINDS.get(message.operation, TaskKind.ALL_TO_ALL)
+    costs = CollectiveCosts(enlarged, None)
+    if message.operation in PAIRWISE and num_ranks == 2:
+        cost = costs.message(num_bytes, source=group[0], target=group[1])
+    else:
+        cost = costs.price(_tasks(message.operation, num_bytes, group))
+    capacities = port_capacities(enlarged)
+    moving = [
+        flow.num_bytes / min([flow.max_bytes_per_second, *(capacities[port] for port in flow.ports)])
+        for flow in cost.flows
+    ]
+    return cost.latency_seconds + max(moving, default=0.0)
+
+
+def _tasks(operation: str, num_bytes: int, group: tuple[int, ...]) -> tuple[Task, ...]:
+    """Return a collective to which each rank gives so many bytes."""
+    kind, num_ranks = _KINDS.get(operation, TaskKind.ALL_TO_ALL), len(group)
     shape: tuple[int, ...] = (num_bytes,)
     tasks = []
     for place in range(num_ranks):
@@ -50,13 +66,7 @@ def message_seconds(message: Message, cluster: ClusterSpec, num_ranks: int) -> f
                 group=group,
             )
         )
-    cost = CollectiveCosts(enlarged, None).price(tuple(tasks))
-    capacities = port_capacities(enlarged)
-    moving = [
-        flow.num_bytes / min([flow.max_bytes_per_second, *(capacities[port] for port in flow.ports)])
-        for flow in cost.flows
-    ]
-    return cost.latency_seconds + max(moving, default=0.0)
+    return tuple(tasks)
 
 
 def rescaled_seconds(

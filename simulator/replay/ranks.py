@@ -15,7 +15,7 @@ from simulator.replay.steps import Window
 from simulator.specs.recording import DeviceOperation, Message, Recording
 
 # Messages between two ranks, of which a trace does not say which two.
-_PAIRWISE = frozenset({"send_recv", "send", "recv"})
+PAIRWISE = frozenset({"send_recv", "send", "recv"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ def _keyed(operations: Sequence[tuple[int, DeviceOperation]]) -> dict[_Key, tupl
     found = {}
     for index, operation in operations:
         message = operation.message
-        if message is not None and message.operation not in _PAIRWISE and message.num_ranks != 1:
+        if message is not None and message.operation not in PAIRWISE and message.num_ranks != 1:
             name = (message.operation, message.group_name or str(message.group))
             found[(*name, counts[name])] = (index, operation)
             counts[name] += 1

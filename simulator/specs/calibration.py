@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from simulator.specs.checks import require, require_at_least, require_length, require_positive, require_share
+from simulator.specs.communication import Algorithm, Protocol
 from simulator.specs.program import SHAPE_FIELDS, Phase, TaskKind
 from simulator.specs.units import Dtype
 
@@ -49,8 +50,10 @@ class CollectiveSample:
     """Measured seconds of one collective, from the arrival of its last rank.
 
     Attributes:
-        num_ranks: ranks of the group, all on one host.
+        num_ranks: ranks of the group.
         num_bytes: that each rank gives to the call, the mean over ranks for an all-to-all.
+        num_hosts: on which the ranks lie, evenly.
+        algorithm, protocol: that NCCL was told to take (NCCL_ALGO, NCCL_PROTO); None for its own choice.
     """
 
     kind: TaskKind
@@ -61,9 +64,13 @@ class CollectiveSample:
     high_seconds: float
     host_seconds: float
     origin: str
+    num_hosts: int = 1
+    algorithm: Algorithm | None = None
+    protocol: Protocol | None = None
 
     def __post_init__(self) -> None:
         require_positive(seconds=self.seconds, low_seconds=self.low_seconds, high_seconds=self.high_seconds)
+        require(1 <= self.num_hosts <= self.num_ranks, "num_hosts", "must be within 1 and num_ranks", self.num_hosts)
         require_at_least(2, num_ranks=self.num_ranks)
         require_at_least(0, num_bytes=self.num_bytes, host_seconds=self.host_seconds)
         require(self.kind.is_collective, "kind", "must be a collective", self.kind.value)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from simulator.specs.checks import require, require_at_least, require_positive
+from simulator.specs.communication import CHOOSABLE, Algorithm, Protocol
 from simulator.specs.device import DeviceKind, DeviceSpec, LinkSpec
 from simulator.specs.machines import FABRICS, H100, H200, HOSTS, NVLINK4
 from simulator.specs.topology import (
@@ -39,6 +40,7 @@ class ClusterSpec:
         link_faults: links that are slow or lost; what is left carries the traffic.
         jitter: of each task a random delay: its time is multiplied by exp(jitter * |z|), z standard normal, drawn anew
             for each rank and task.
+        nccl_algorithm, nccl_protocol: that NCCL is told to take (NCCL_ALGO, NCCL_PROTO); None for its own choice.
     """
 
     name: str
@@ -52,6 +54,8 @@ class ClusterSpec:
     stragglers: tuple[Straggler, ...] = ()
     link_faults: tuple[LinkFault, ...] = ()
     jitter: float = 0.0
+    nccl_algorithm: Algorithm | None = None
+    nccl_protocol: Protocol | None = None
 
     def __post_init__(self) -> None:
         require_positive(num_hosts=self.num_hosts, devices_per_host=self.devices_per_host)
@@ -68,6 +72,11 @@ class ClusterSpec:
         require(all(device < self.num_devices for device in slow), "stragglers", rule, slow)
         for fault in self.link_faults:
             self._check_fault(fault)
+        asked = self.nccl_algorithm or self.nccl_protocol
+        is_set_on_cpu = asked is not None and self.device.kind is DeviceKind.CPU
+        require(not is_set_on_cpu, "nccl_algorithm", "must be left out where devices are CPUs, which use gloo", asked)
+        is_choice = self.nccl_algorithm in (None, *CHOOSABLE)
+        require(is_choice, "nccl_algorithm", f"must be one of {', '.join(CHOOSABLE)}", self.nccl_algorithm)
 
     @property
     def num_devices(self) -> int:

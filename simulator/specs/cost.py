@@ -49,8 +49,10 @@ class CollectiveCost:
         host_seconds: for which each host thread is busy issuing it.
         latency_seconds: before the flows start.
         flows: all of which must end.
+        extrapolated: what of it lies beyond measurements, such as "16 hosts, measured up to 8"; empty if nothing does.
     """
 
     host_seconds: float
     latency_seconds: float
     flows: tuple[Flow, ...]
+    extrapolated: tuple[str, ...] = ()

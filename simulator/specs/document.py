@@ -8,13 +8,14 @@ from simulator.errors import SpecError
 from simulator.specs.convert import shown, to_plain
 
 # What each JSON file is called, the version of its layout, and the command that writes it.
-SCHEMA_VERSIONS = {"plan": 4, "calibration": 3, "trace": 4, "fanout": 1, "checkpoint": 1}
+SCHEMA_VERSIONS = {"plan": 4, "calibration": 4, "trace": 4, "fanout": 1, "checkpoint": 1, "collective log": 1}
 _COMMANDS = {
     "plan": "graphpilot plan",
     "calibration": "graphpilot calibrate",
     "trace": "graphpilot simulate or train",
     "fanout": "graphpilot fanout",
     "checkpoint": "graphpilot train",
+    "collective log": "python -m executor.measure.fabric",
 }
 _LINE_LENGTH = 120
 

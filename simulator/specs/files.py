@@ -75,6 +75,9 @@ It may also say what joins the devices of a host and the hosts, and what is slow
     oversubscription = 2.0
     rails = true
 
+On GPUs nccl_algorithm = "Ring" (or "Tree", "NVLS", "NVLSTree") and nccl_protocol = "Simple" (or "LL", "LL128") tell
+NCCL what to take; without them the choice is its own.
+
 Programs write JSON in base units. `plan.json` (a `PlanFile`), `calibration.json` (a `Calibration`), `fanout.json`
 (a `FanoutComparison`) and `manifest.json` of a checkpoint (a `CheckpointManifest`):
 

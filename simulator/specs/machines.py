@@ -107,10 +107,11 @@ RTX_2080_TI = DeviceSpec(
 # between two H200s, bus bandwidth (../shared/measured/h200x2/comm.csv). 13 us: all_reduce of 8 bytes on 8 H100s
 # (../shared/nccl_logs/h100_nvlink_allreduce_1n8g_dgxc.txt).
 NVLINK4 = LinkSpec(latency_seconds=13 * MICROSECOND, bandwidth_bytes_per_second=330 * GB)
-# Third-generation NVLink: 300 GB/s each way by the data sheet. Sustained 235 GB/s: all_reduce of 8 GiB on 8 A100s, bus
-# bandwidth (a100_nvlink_allreduce_1n8g_superbench.txt in ../shared/nccl_logs); 22 us: all_reduce of 2 KiB there with a
-# newer NCCL (a100_sxm_nvlink_nccl_aiconfigurator.txt).
-NVLINK3 = LinkSpec(latency_seconds=22 * MICROSECOND, bandwidth_bytes_per_second=235 * GB)
+# Third-generation NVLink: 300 GB/s each way by the data sheet. As much of it as NVLINK4 sustains of its 450 GB/s: rings
+# reach 1.07 of it as of NVLINK4 (235 GB/s, all_reduce of 8 GiB on 8 A100s, bus bandwidth,
+# a100_nvlink_allreduce_1n8g_superbench.txt in ../shared/nccl_logs). 22 us: all_reduce of 2 KiB there with a newer NCCL
+# (a100_sxm_nvlink_nccl_aiconfigurator.txt).
+NVLINK3 = LinkSpec(latency_seconds=22 * MICROSECOND, bandwidth_bytes_per_second=220 * GB)
 # Fifth-generation NVLink: 900 GB/s each way by the data sheet. No log of one host is at hand: as much of it as NVLINK4
 # sustains of its 450 GB/s, and its latency.
 NVLINK5 = LinkSpec(latency_seconds=13 * MICROSECOND, bandwidth_bytes_per_second=660 * GB)

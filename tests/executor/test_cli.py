@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from executor.cli import app
 from executor.cli_output import accuracy_text
 from executor.environment import environment, local_cluster
 from simulator.specs.cluster import DeviceKind
-from simulator.specs.files import cluster_toml, read_calibration, read_plan, read_trace, write_trace
+from simulator.specs.files import cluster_toml, read_calibration, read_plan, read_trace, write_calibration, write_trace
 from simulator.specs.order import NodeOrder
 from simulator.specs.trace import TraceOrigin
 from tests.executor.commands import (
@@ -175,6 +176,31 @@ def test_cases_p2_and_p9_a_simulation_tells_compute_from_communication_and_who_i
     done = command("simulate", "plan.json", "--calibration", "calibration.json")
     assert "mean rank: compute " in done.out
     assert ("devices of the cluster are idle" in done.out) is (told["num_idle_devices"] > 0)
+
+
+def test_case_p2_a_simulation_always_leaves_a_trace_that_tells_compute_from_communication(command, tmp_path):
+    write_graph(tmp_path)
+    write_run(tmp_path, extra="[search]\nnum_ranks = [2]\n")
+    path = write_made_calibration(tmp_path)
+    assert command("plan", "run.toml", "--calibration", path).status == 0
+    for flag in ("--quiet", "--json"):
+        assert command("simulate", "plan.json", "--calibration", path, "--out", f"{flag}.json", flag).status == 0
+        spans = read_trace(tmp_path / f"{flag}.json").spans
+        assert {span.kind.is_collective for span in spans} == {True, False}
+    told = json.loads(command("simulate", "plan.json", "--calibration", path, "--json").out)
+    assert told["mean_rank"]["compute_seconds"] > 0
+    assert told["mean_rank"]["communication_seconds"] > 0
+
+
+def test_case_p6_every_key_of_a_simulation_is_documented_and_numbers_name_their_unit(command, planned):
+    told = json.loads(command("simulate", "plan.json", "--calibration", "calibration.json", "--json").out)
+    text = (Path(__file__).parents[2] / "executor" / "README.md").read_text()
+    assert all(f"`{key}`" in text for key in (*told, *told["mean_rank"]))
+    numbers = {key for table in (told, told["mean_rank"]) for key, value in table.items() if isinstance(value, float)}
+    assert numbers
+    assert all(key.endswith(("_seconds", "_per_second", "_bytes", "_ratio")) for key in numbers)
+    # Counts are whole.
+    assert all(isinstance(told[key], int) for key in told if key.startswith("num_"))
 
 
 @pytest.mark.parametrize(
@@ -488,3 +514,66 @@ def test_our_own_fault_shows_a_traceback_only_on_demand(command, planned, monkey
     done = command(*arguments, "--debug")
     assert done.status == 1
     assert "Traceback" in done.err
+
+
+# --- Logs of collectives.
+
+
+def test_a_log_is_added_to_a_calibration_and_its_fabric_judged(command, tmp_path, shared_logs):
+    path = write_made_calibration(tmp_path, device_name="NVIDIA H100 80GB HBM3")
+    log = shared_logs / "h100_ndr_allreduce_2n16g_default_nccltests309_siteA.txt"
+    done = command("calibrate", "--from", f"nccl-tests:{log}", "--out", path)
+    assert done.status == 0
+    assert "the fabric is healthy; 32 samples added" in " ".join(done.out.split())
+    assert sum(sample.num_hosts == 2 for sample in read_calibration(path).collectives) == 32
+
+
+def test_a_degraded_log_is_refused_with_what_is_suspected(command, tmp_path, shared_logs):
+    path = write_made_calibration(tmp_path, device_name="NVIDIA H100 80GB HBM3")
+    before = path.read_text()
+    log = shared_logs / "h100_ndr_allreduce_2n16g_RING_DEGRADED_nccltests290.txt"
+    done = command("calibrate", "--from", f"nccl-tests:{log}", "--out", path)
+    assert done.status == 4
+    assert "2 of 8 network cards" in " ".join(done.err.split())
+    assert path.read_text() == before
+    forced = command("calibrate", "--from", f"nccl-tests:{log}", "--out", path, "--force", "--json")
+    assert json.loads(forced.out)["logs"][0]["is_healthy"] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--from", "log.txt"], "must be nccl-tests:FILE"),
+        (["--from", "nccl-tests:nowhere.txt"], "nowhere.txt: must be a readable text file"),
+        (["--from", "nccl-tests:log.txt", "--quick"], "takes no --host-only, --quick"),
+        (["--force"], "--force is for logs"),
+    ],
+)
+def test_logs_that_cannot_be_added_are_named(command, tmp_path, arguments, words):
+    path = write_made_calibration(tmp_path)
+    done = command("calibrate", *arguments, "--out", path)
+    assert done.status == 2
+    assert words in " ".join(done.err.split())
+
+
+def test_a_prediction_says_what_is_extrapolated(command, tmp_path):
+    write_graph(tmp_path)
+    write_run(tmp_path, extra="[search]\nnum_ranks = [2]\n")
+    path = write_made_calibration(tmp_path)
+    assert command("plan", "run.toml", "--calibration", path).status == 0
+    known = command("simulate", "plan.json", "--calibration", path, "--json")
+    assert json.loads(known.out)["extrapolated"] == []
+    calibration = read_calibration(path)
+    # As if nothing beyond eight bytes had been measured.
+    tiny = tuple(replace(sample, num_bytes=min(sample.num_bytes, 8)) for sample in calibration.collectives)
+    write_calibration(path, replace(calibration, collectives=tiny))
+    done = command("simulate", "plan.json", "--calibration", path, "--json")
+    assert done.status == 0
+    told = json.loads(done.out)["extrapolated"]
+    assert told
+    assert all("measured up to 8" in text for text in told)
+    for words in (("simulate", "plan.json"), ("plan", "run.toml")):
+        assert "extrapolated: all_" in command(*words, "--calibration", path).out
+    new = json.loads(command("plan", "run.toml", "--calibration", path, "--json").out)
+    again = json.loads(command("simulate", "plan.json", "--calibration", path, "--json").out)
+    assert new["extrapolated"] == again["extrapolated"] != []

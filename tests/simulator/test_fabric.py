@@ -267,7 +267,7 @@ def test_a_collective_over_a_lost_link_is_refused_with_a_sentence():
         CollectiveCosts(cluster, None).price(made_collective(TaskKind.ALL_REDUCE, 1000, 2))
 
 
-# --- Every field has an effect.
+# --- Case P1: every field has an effect.
 
 MANY = 0.01  # of its rate: what becomes the narrowest of all
 

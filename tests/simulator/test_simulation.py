@@ -1,4 +1,8 @@
 import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -237,7 +241,46 @@ def test_case_p3_trials_say_how_far_they_are_and_when_all_will_be_done(monkeypat
     assert all(text.endswith(" s left") for text in told)
 
 
-# --- Repeatability and the interval.
+# --- Case P5: repeatability, and the interval, which is modelled and no noise.
+
+
+_SIMULATED = """
+from tests.simulator.test_simulation import CPU, GPU, TWO, replace_jitter, trace_of
+for cluster in (CPU, GPU, replace_jitter(GPU)):
+    trace = trace_of(TWO, cluster=cluster, trials=4, seed=3)
+    print(trace.step_seconds, [(span.name, span.start_seconds, span.end_seconds) for span in trace.spans])
+"""
+
+
+def replace_jitter(cluster: ClusterSpec) -> ClusterSpec:
+    return dataclasses.replace(cluster, jitter=0.1)
+
+
+def test_case_p5_two_processes_print_the_same_digits():
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", _SIMULATED],
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(printed) == 1
+    assert printed.pop().count("layer0.attention") > 3
+
+
+def test_case_p5_what_varies_is_what_is_modelled():
+    def steps(spread: float, jitter: float) -> tuple[float, ...]:
+        cluster = dataclasses.replace(GPU, jitter=jitter)
+        return trace_of(TWO, cluster=cluster, calibration=made_calibration(spread=spread), trials=5).step_seconds
+
+    assert len(set(steps(1.0, 0.0))) == 1  # nothing else does
+    assert len(set(steps(1.3, 0.0))) == 5
+    assert len(set(steps(1.0, 0.1))) == 5
+    assert steps(1.3, 0.0)[0] == steps(1.0, 0.0)[0]  # medians first
+    assert steps(1.0, 0.1)[0] > steps(1.0, 0.0)[0]  # jitter is part of every step
 
 
 @pytest.mark.parametrize("cluster", [CPU, GPU])

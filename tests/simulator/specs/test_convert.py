@@ -114,6 +114,15 @@ def test_a_wrong_value_is_named_by_file_and_key(changes, message):
     assert len(found) < 200
 
 
+# --- Case P14: units are in the values, bare numbers are refused.
+
+
+@pytest.mark.parametrize(("value", "rate"), [("400 Gb/s", 50e9), ("50 GB/s", 50e9), ("400 GB/s", 400e9)])
+def test_case_p14_gigabits_beside_gigabytes_are_told_apart(value, rate):
+    table = {"latency_seconds": "1 us", "bandwidth_bytes_per_second": value}
+    assert from_plain(LinkSpec, table, where="f.toml", units=True).bandwidth_bytes_per_second == rate
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
