@@ -180,7 +180,7 @@ def indices_of(tasks: Sequence[Task]) -> list[int]:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(plan=chosen_plans().filter(sends_rows), data=st.data())
 def test_whatever_one_rank_does_otherwise_is_found(change, plan, data):
     program = lowered(plan)
