@@ -56,7 +56,7 @@ class CollectiveCalls(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[CollectiveCall] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
@@ -79,7 +79,8 @@ def _call(name: str, arguments: dict[str, Any]) -> CollectiveCall:
     kind = _KINDS.get(name)
     given = next((arguments[key] for key in _INPUTS if key in arguments), None)
     tensors = [given] if isinstance(given, Tensor) else list(given or [])
-    sends, receives = (sum(tensor.nbytes for tensor in tensors),), ()
+    sends: tuple[int, ...] = (sum(tensor.nbytes for tensor in tensors),)
+    receives: tuple[int, ...] = ()
     if kind is TaskKind.ALL_TO_ALL:
         sends = _split_bytes(tensors[0], arguments["input_split_sizes"], len(group))
         output = arguments.get("output", tensors[0])
@@ -89,11 +90,10 @@ def _call(name: str, arguments: dict[str, Any]) -> CollectiveCall:
 
 def _ranks(arguments: dict[str, Any]) -> tuple[int, ...]:
     """Return the ranks of the group of a call, which is an object or a name."""
-    found = arguments.get("process_group", arguments.get("group_name"))
+    found: Any = arguments.get("process_group", arguments.get("group_name"))
     if isinstance(found, str):
-        group = distributed_c10d._resolve_process_group(found)
-    else:
-        group = found if isinstance(found, dist.ProcessGroup) else dist.ProcessGroup.unbox(found)
+        found = distributed_c10d._resolve_process_group(found)  # type: ignore[attr-defined,arg-type]
+    group = found if isinstance(found, dist.ProcessGroup) else dist.ProcessGroup.unbox(found)
     return tuple(dist.get_process_group_ranks(group))
 
 
@@ -120,9 +120,7 @@ def call_discrepancies(tasks: Sequence[Task], calls: Sequence[CollectiveCall]) -
             ("bytes received", task.receives, call.receives),
         ):
             if lowered != called:
-                found.append(
-                    f"{task.name}, collective {index + 1} of the step: {what} must be {lowered} as lowered, got {called}"
-                )
+                found.append(f"{task.name}, collective {index + 1} of the step: {what} must be {lowered}, got {called}")
                 break
     if len(collectives) != len(calls):
         found.append(f"{len(collectives)} collectives are lowered, but {len(calls)} were called")

@@ -1,7 +1,7 @@
 """What a rank trains on, made from counts alone: tensors of the right shapes without their numbers.
 
-Where a plan is for a graph that is not here, its counts of rows and edges are all that a rank can be given. Under torch's
-`FakeTensorMode`, inside which `counted_data` is to be called, its tensors take no memory.
+Where a plan is for a graph that is not here, its counts of rows and edges are all that a rank can be given. Under
+torch's `FakeTensorMode`, inside which `counted_data` is to be called, its tensors take no memory.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """One rank of a plan, alone under a fake process group: its state is made, and a step runs on fake tensors.
 
 The step is the executor's own, with the recorder on: mesh and groups of the full size, model, buckets of gradients and
-optimizer are made, the forward and the backward pass run with shapes and without numbers, and every collective is called
-on a process group that brings nothing. What was marked and called is then held against the rank's program.
+optimizer are made, the forward and the backward pass run with shapes and without numbers, and every collective is
+called on a process group that brings nothing. What was marked and called is then held against the rank's program.
 """
 
 import contextlib
