@@ -16,7 +16,7 @@ from simulator.specs.units import Dimension, format_quantity
 # Of ranks by memory, so many rows are shown: the fullest ones and, last, the emptiest.
 MAX_CLASSES_SHOWN = 6
 # Categories of memory that a row names.
-_LARGEST = 3
+_LARGEST = 2
 
 
 def print_dry_run(run: PlanRun, output: Output) -> None:
@@ -87,8 +87,9 @@ def _memory_table(found: DryRun) -> Table:
         told = ", ".join(f"{category} {_bytes(num_bytes)}" for category, num_bytes in largest)
         first = f"{each.ranks[0]}" if len(each.ranks) == 1 else f"{each.ranks[0]} ..."
         table.add_row(first, f"{len(each.ranks):,}", _bytes(each.peak_bytes), "yes" if each.fits else "NO", told)
-    if left := len(found.memory) - len(shown):
-        table.add_row(f"and {left:,} other kinds between them", "", "", "", "")
+    if len(shown) < len(found.memory):
+        num_shown = sum(len(each.ranks) for each in shown)
+        table.add_row("...", f"{sum(len(each.ranks) for each in found.memory) - num_shown:,}", "", "", "between them")
     return table
 
 

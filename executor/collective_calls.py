@@ -28,7 +28,8 @@ _KINDS = {
 }
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _INPUTS = ("input", "inputs", "tensors", "input_tensor", "input_tensors", "tensor", "self")
-_NO_COLLECTIVE = ("wait_tensor", "barrier")
+_GROUPS = ("process_group", "group_name")
+_NO_COLLECTIVE = ("barrier", "monitored_barrier_")  # they bring nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +63,9 @@ class CollectiveCalls(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """Note a collective, and let everything run."""
         if func.namespace in _NAMESPACES:
-            name = func._schema.name.partition("::")[2]
-            if name not in _NO_COLLECTIVE:
-                self.calls.append(_call(name, _named(func, args, kwargs or {})))
+            name, arguments = func._schema.name.partition("::")[2], _named(func, args, kwargs or {})
+            if name not in _NO_COLLECTIVE and any(key in arguments for key in _GROUPS):
+                self.calls.append(_call(name, arguments))
         return func(*args, **(kwargs or {}))
 
 
@@ -90,7 +91,7 @@ def _call(name: str, arguments: dict[str, Any]) -> CollectiveCall:
 
 def _ranks(arguments: dict[str, Any]) -> tuple[int, ...]:
     """Return the ranks of the group of a call, which is an object or a name."""
-    found: Any = arguments.get("process_group", arguments.get("group_name"))
+    found: Any = next(arguments[key] for key in _GROUPS if key in arguments)
     if isinstance(found, str):
         found = distributed_c10d._resolve_process_group(found)  # type: ignore[attr-defined,arg-type]
     group = found if isinstance(found, dist.ProcessGroup) else dist.ProcessGroup.unbox(found)
