@@ -1,7 +1,8 @@
-"""`graphpilot train --dry-run` as a user meets it: what it prints and refuses, and what it says of plans that are wrong."""
+"""`graphpilot train --dry-run` as a user meets it: what it prints, refuses, and says of plans that are wrong."""
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import pytest
 import executor.dry_run
 from executor.cli_dry_run import MAX_CLASSES_SHOWN
 from executor.dry_run import dry_run
+from executor.rehearsal import Rehearsal
 from executor.run import PlanRun
 from planner.hosts import host_rows
 from simulator.readers.partitions import parts_sha256, read_partition
@@ -18,7 +20,7 @@ from simulator.specs.plan import Exchange, ExchangePayload, Recompute
 from simulator.specs.program import Program
 from simulator.specs.units import GIB, Dtype
 from simulator.workload import lower
-from tests.executor.checkpoint_cases import SAVED, UNSAVED, graph_in, planned
+from tests.executor.checkpoint_cases import NUM_SAVED_STEPS, SAVED, UNSAVED, graph_in, planned, saved
 from tests.executor.commands import Done, run_here
 from tests.made import made_cluster
 from tests.plans import Choices
@@ -35,7 +37,7 @@ def command(monkeypatch, capfd, tmp_path):
     return lambda *arguments: run_here(monkeypatch, capfd, "train", "--dry-run", *arguments)
 
 
-def found_by(done: Done) -> dict:
+def found_by(done: Done) -> dict[str, Any]:
     """Return the JSON object that a dry run printed."""
     found = json.loads(done.out)
     assert isinstance(found, dict)
@@ -236,9 +238,8 @@ def test_an_earlier_run_s_checkpoints_are_told_as_training_tells_them(command, t
     assert "is of an earlier run: go on from it with --resume auto" in refusal(
         command(run.plan_path, "--out", run.out), 2
     )
-    assert (
-        "the checkpoint is corrupt" in refusal(command(run.plan_path, "--out", run.out, "--resume", "auto"), 2) or True
-    )
+    sentence = refusal(command(run.plan_path, "--out", run.out, "--resume", "auto"), 2)
+    assert f"{checkpoint}/manifest.json" in sentence
     assert checkpoint.exists()
 
 
@@ -257,9 +258,20 @@ def test_a_step_that_cannot_run_without_numbers_is_said_to_be_unchecked(tmp_path
     monkeypatch.setattr(
         executor.dry_run,
         "rehearse",
-        lambda file, rank, tasks, **_: executor.dry_run.Rehearsal(rank=rank, findings=(), unchecked=("layer0: why",)),
+        lambda file, rank, tasks, **_: Rehearsal(rank=rank, findings=(), unchecked=("layer0: why",)),
     )
     found = dry_run(run)
     assert found.ranks_run == ()
     assert "rank 0, layer0: why" in found.unchecked
     assert not any("on fake tensors" in sentence for sentence in found.checked)
+
+
+@pytest.mark.dist
+def test_a_checkpoint_fits_the_plan_that_it_is_of_and_no_other(command, monkeypatch, capfd, tmp_path):
+    run = planned(tmp_path, "a", train=replace(SAVED, num_steps=NUM_SAVED_STEPS + 1))
+    assert run_here(monkeypatch, capfd, "train", run.plan_path, "--out", run.out, "--quiet").status == 0
+    resume = (run.plan_path, "--out", run.out, "--resume", "auto", "--json")
+    found = found_by(command(*resume))
+    assert f"{saved(run)} fits the plan" in found["checked"]
+    rewritten(run, train=replace(SAVED, seed=SAVED.seed + 1))
+    assert f"train.seed must be {SAVED.seed} as in the checkpoint" in refusal(command(*resume), 2)
