@@ -23,6 +23,7 @@ from simulator.readers.cuts import MAX_PARTS, cut_mismatches
 from simulator.readers.graphs import Graph, open_graph
 from simulator.readers.orders import read_order
 from simulator.readers.partitions import read_partition
+from simulator.specs.cluster import DeviceKind
 from simulator.specs.decision import PlanFile
 from simulator.specs.files import read_plan
 from simulator.specs.plan import StepMode
@@ -238,6 +239,8 @@ def _not_run(file: PlanFile, classes: Sequence[int], rehearsals: Sequence[Rehear
         found.append(f"{left:,} of {len(classes):,} ranks that differ went through no step: their counts alone match")
     if plan.loads_batches and not has_graph:
         found.append("the making of batches")
+    if file.cluster.device.kind is DeviceKind.CUDA:
+        found.append("kernels and streams of GPUs: the step ran as on CPUs")
     if file.train.compile_dense:
         found.append("train.compile_dense: the step ran task by task")
     if plan.step_mode is StepMode.CUDA_GRAPH:
