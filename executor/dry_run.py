@@ -32,8 +32,10 @@ from simulator.workload import RankWork, lower, rank_work
 
 # Batches differ from step to step; so many of an epoch's steps are lowered, matched and counted in memory.
 MOST_STEPS = 4
-# Of ranks that all differ so many go through a step, spread over all by how much memory they take.
-MOST_RANKS = 64
+# Where more ranks differ than can go through a step with so many tasks in all, some do, but no fewer than `LEAST_RANKS`.
+# A task takes a millisecond of a core (traces/dry-run_epyc2_202611).
+MOST_TASKS = 12_000
+LEAST_RANKS = 8
 _ALWAYS_UNCHECKED = "numbers, speed, evaluations and the writing of checkpoints"
 
 
@@ -110,7 +112,8 @@ def dry_run(run: PlanRun, *, on_progress: Callable[[str], None] = lambda _: None
     checked.append(f"sends and receives of all {file.plan.num_ranks:,} ranks, and one order of their collectives")
     memory, why_not = _memory(file, len(programs))
     classes = _class_firsts(programs[0])
-    chosen = _spread(classes, memory)
+    most_tasks = max(map(len, programs[0].shared.lists))
+    chosen = _spread(classes, memory, max(MOST_TASKS // most_tasks, LEAST_RANKS))
     rehearsals = _rehearsals(file, programs[0], inputs, chosen, on_progress)
     findings += [f"rank {done.rank}, {sentence}" for done in rehearsals for sentence in done.findings]
     run_whole = [done.rank for done in rehearsals if not done.unchecked]
@@ -198,13 +201,13 @@ def _class_firsts(program: Program) -> list[int]:
     return list(firsts.values())
 
 
-def _spread(firsts: Sequence[int], memory: Sequence[MemoryClass]) -> list[int]:
+def _spread(firsts: Sequence[int], memory: Sequence[MemoryClass], most_ranks: int) -> list[int]:
     """Return the ranks that go through a step: all that differ, or some from the fullest to the emptiest."""
-    if len(firsts) <= MOST_RANKS:
+    if len(firsts) <= most_ranks:
         return list(firsts)
     bytes_of = {rank: each.peak_bytes for each in memory for rank in each.ranks}
     ordered = sorted(firsts, key=lambda rank: (-bytes_of[rank], rank))
-    places = np.linspace(0, len(ordered) - 1, MOST_RANKS).round().astype(int)
+    places = np.linspace(0, len(ordered) - 1, most_ranks).round().astype(int)
     return sorted(ordered[place] for place in places)
 
 

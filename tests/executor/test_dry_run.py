@@ -150,7 +150,8 @@ def test_without_its_graph_a_plan_is_checked_by_its_counts_and_says_so(command, 
 
 
 def test_of_many_ranks_that_differ_some_go_through_a_step_and_the_others_are_counted(command, tmp_path, monkeypatch):
-    monkeypatch.setattr(executor.dry_run, "MOST_RANKS", 3)
+    monkeypatch.setattr(executor.dry_run, "MOST_TASKS", 1)
+    monkeypatch.setattr(executor.dry_run, "LEAST_RANKS", 3)
     run = on_many_devices(planned(tmp_path, "a", Choices(graph_parallel_degree=8, exchange=HALO), UNSAVED))
     found = found_by(command(run.plan_path, "--json"))
     assert (len(found["ranks_run"]), found["num_rank_classes"]) == (3, 8)
