@@ -32,8 +32,8 @@ from simulator.workload import RankWork, lower, rank_work
 
 # Batches differ from step to step; so many of an epoch's steps are lowered, matched and counted in memory.
 MOST_STEPS = 4
-# Where more ranks differ than can go through a step with so many tasks in all, some do, but no fewer than `LEAST_RANKS`.
-# A task takes a millisecond of a core (traces/dry-run_epyc2_202611).
+# Ranks that differ go through a step each, as many as have so many tasks in all, but no fewer than `LEAST_RANKS`. A
+# task takes a millisecond of a core (traces/dry-run_epyc2_202611).
 MOST_TASKS = 12_000
 LEAST_RANKS = 8
 _ALWAYS_UNCHECKED = "numbers, speed, evaluations and the writing of checkpoints"
