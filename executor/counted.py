@@ -19,7 +19,7 @@ from simulator.exchange_tasks import EdgeCounts, GroupWork
 from simulator.exchanges import rows_per_message
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import EdgeBias, ModelSpec
-from simulator.specs.plan import ROW_EXCHANGES, Exchange, Plan
+from simulator.specs.plan import ROW_EXCHANGES, Exchange, Plan, SampledLayer
 from simulator.workload import RankWork, num_input_columns
 
 
@@ -57,37 +57,13 @@ def counted_data(
         if has_buckets and Exchange.HEAD_ALL_TO_ALL in exchanges
         else None,
         graph_rank=place.graph_rank,
-        layout=ExchangeLayout(
-            send_row_S=_ids(sum(work.rows_to)),
-            rows_to=work.rows_to,
-            rows_from=work.rows_from,
-            max_rows=work.max_rows,
-            group=place.graph_group,
-            max_pair_rows=group.max_pair_rows,
-            rows_per_message=rows_per_message(plan, model, Exchange.HALO),
-            rows_by_rank=group.rows_by_rank,
-            head_rows_per_message=rows_per_message(plan, model, Exchange.HEAD_ALL_TO_ALL),
-        ),
+        layout=_layout(plan, model, work, place),
         label_N=_ids(work.num_output_rows),
         train_row_T=_ids(work.num_train_rows),
         train_label_T=_ids(work.num_train_rows),
         num_train_rows_of_step=max(plan.num_train_nodes, 1),  # a factor of the loss, which has no value here
         mask_rows={},
-        layers=tuple(
-            LayerData(
-                edges=_edge_graph(
-                    layer.num_targets,
-                    layer.num_sources,
-                    EdgeCounts(
-                        num_edges=layer.num_edges,
-                        num_of_long_targets=layer.num_edges_of_long_targets,
-                        num_of_long_sources=layer.num_edges_of_long_sources,
-                    ),
-                ),
-                degree_bucket_E=_ids(layer.num_edges) if has_buckets else None,
-            )
-            for layer in work.sampled
-        ),
+        layers=tuple(_layer(counts, has_buckets=has_buckets) for counts in work.sampled),
         hosts=_hosts(work, place),
     )
 
@@ -117,6 +93,33 @@ def _empty_csr(num_rows: int, num_columns: int) -> Tensor:
 
 def _ids(count: int) -> Tensor:
     return torch.empty(count, dtype=torch.int64)
+
+
+def _layout(plan: Plan, model: ModelSpec, work: RankWork, place: Place) -> ExchangeLayout:
+    return ExchangeLayout(
+        send_row_S=_ids(sum(work.rows_to)),
+        rows_to=work.rows_to,
+        rows_from=work.rows_from,
+        max_rows=work.max_rows,
+        group=place.graph_group,
+        max_pair_rows=work.group.max_pair_rows,
+        rows_per_message=rows_per_message(plan, model, Exchange.HALO),
+        rows_by_rank=work.group.rows_by_rank,
+        head_rows_per_message=rows_per_message(plan, model, Exchange.HEAD_ALL_TO_ALL),
+    )
+
+
+def _layer(counts: SampledLayer, *, has_buckets: bool) -> LayerData:
+    """Return what one layer of a sampled batch attends to."""
+    edges = EdgeCounts(
+        num_edges=counts.num_edges,
+        num_of_long_targets=counts.num_edges_of_long_targets,
+        num_of_long_sources=counts.num_edges_of_long_sources,
+    )
+    return LayerData(
+        edges=_edge_graph(counts.num_targets, counts.num_sources, edges),
+        degree_bucket_E=_ids(counts.num_edges) if has_buckets else None,
+    )
 
 
 def _edges_of(exchange: Exchange, group: GroupWork) -> EdgeGraph:

@@ -13,11 +13,13 @@ from executor.attention import parts
 from executor.attention.graph import EdgeGraph
 from executor.batches import sampled_work
 from executor.rehearsal import Rehearsal, rehearse
+from simulator.matching import mismatches
 from simulator.specs.cluster import DeviceKind
 from simulator.specs.decision import PlanFile
-from simulator.specs.program import Task, TaskKind
+from simulator.specs.program import Program, Task, TaskKind
 from simulator.workload import RankWork, lower, rank_work
 from tests.conformance.cases import CASES, TRAIN, Prepared, cluster_of, prepare
+from tests.executor import parity_cases
 from tests.plans import plan_file_of
 
 
@@ -83,6 +85,21 @@ def test_a_step_on_the_graph_does_what_was_lowered(all_ranks, name):
 def test_a_step_on_counts_alone_does_what_was_lowered(all_ranks, name):
     rank = all_ranks[name][-1]
     assert rank.rehearsed(from_graph=False) == Rehearsal(rank=rank.rank, findings=(), unchecked=())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sends_and_receives_of_every_case_match(all_ranks, name):
+    ranks = all_ranks[name]
+    assert mismatches(Program(tasks=tuple(rank.counted for rank in ranks))) == []
+    assert mismatches(Program(tasks=tuple(rank.exact for rank in ranks))) == []
+
+
+@pytest.mark.parametrize("name", parity_cases.CASES)
+def test_sends_and_receives_of_every_case_of_parity_match(name):
+    case = parity_cases.CASES[name]
+    for step in range(parity_cases.NUM_STEPS):
+        program = lower(case.plan, case.graph_spec, case.model, cluster_of(DeviceKind.CPU), step=step)
+        assert mismatches(program) == []
 
 
 def test_no_process_group_is_left(all_ranks):
