@@ -74,21 +74,25 @@ class ApartExchange:
 
         What a message brings in another number format, or one of several messages, has other places.
         """
-        exchange = self.exchange
         if self.has_own_rows:
             return rows_MC[:num_rows]
-        if exchange.converts or exchange.num_messages > 1:
-            return rows_MC.new_empty(num_rows, rows_MC.shape[1])
-        return rows_MC[exchange.own_slot(self.graph_rank)][:num_rows]
+        if self.exchange.sends_in_place:
+            return rows_MC[self.exchange.own_slot(self.graph_rank)][:num_rows]
+        return rows_MC.new_empty(num_rows, rows_MC.shape[1])
 
-    def start(self, rows_NC: Tensor, arrival_MC: Tensor) -> Flight:
-        """Send own rows; an all-gather's may lie in their place among those that arrive. Else as `bring_rows`."""
+    def start(self, rows_NC: Tensor, arrival_MC: Tensor, *, are_placed: bool) -> Flight:
+        """Send own rows; arguments as of `bring_rows`.
+
+        Args:
+            are_placed: they lie where `own_rows_of` made room for them.
+        """
         exchange = self.exchange
         arrival_MC = arrival_MC[: exchange.num_received]
         received = arrival_MC.new_empty(arrival_MC.shape, dtype=exchange.wire) if exchange.converts else arrival_MC
+        in_place = are_placed and exchange.sends_in_place
+        slot = received[exchange.own_slot(self.graph_rank)] if in_place else None
         sent = [
-            exchange.send(rows_NC, received, index, graph_rank=self.graph_rank, async_op=True)
-            for index in range(exchange.num_messages)
+            exchange.send(rows_NC, received, index, slot=slot, async_op=True) for index in range(exchange.num_messages)
         ]
         return Flight(sent=sent, received=received)
 

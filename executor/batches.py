@@ -197,21 +197,23 @@ def sampled_works(plan: Plan, model: ModelSpec, inputs: Inputs, *, step: int, se
 
     With these `simulator.workload.lower` gives the exact program, where it else gives that of expected counts.
     """
-    works = []
-    for rank in range(plan.num_ranks):
-        place = Place(
-            rank=rank,
-            num_ranks=plan.num_ranks,
-            replica=rank,
-            graph_rank=0,
-            graph_group=None,
-            world=None,
-            device=torch.device("cpu"),
-        )
-        batches = Batches(plan, inputs, place, model, dtype=torch.float32, seed=seed)
-        neighbourhood, _ = batches.sample(step)
-        layers = tuple(layer.counts() for layer in neighbourhood.layers)
-        features, node_N = inputs.graph.features, neighbourhood.node_N
-        num_entries = 0 if isinstance(features, np.ndarray) else int(np.diff(features.indptr)[node_N].sum())
-        works.append(work_of_sample(layers, num_feature_entries=num_entries))
-    return tuple(works)
+    return tuple(sampled_work(plan, model, inputs, rank=rank, step=step, seed=seed) for rank in range(plan.num_ranks))
+
+
+def sampled_work(plan: Plan, model: ModelSpec, inputs: Inputs, *, rank: int, step: int, seed: int) -> RankWork:
+    """Return what one rank of a plan of sampled batches holds in a step, from the very sample that it draws."""
+    place = Place(
+        rank=rank,
+        num_ranks=plan.num_ranks,
+        replica=rank,
+        graph_rank=0,
+        graph_group=None,
+        world=None,
+        device=torch.device("cpu"),
+    )
+    batches = Batches(plan, inputs, place, model, dtype=torch.float32, seed=seed)
+    neighbourhood, _ = batches.sample(step)
+    layers = tuple(layer.counts() for layer in neighbourhood.layers)
+    features, node_N = inputs.graph.features, neighbourhood.node_N
+    num_entries = 0 if isinstance(features, np.ndarray) else int(np.diff(features.indptr)[node_N].sum())
+    return work_of_sample(layers, num_feature_entries=num_entries)

@@ -345,6 +345,10 @@ def train(
         Path | None,
         typer.Option(help="Folder for the profiler's own file of each traced step, for graphpilot replay."),
     ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Train nothing: check all ranks on one core, and print their memory."),
+    ] = False,
     json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
@@ -359,6 +363,8 @@ def train(
 
     Again after it was ended: graphpilot train plan.json --out run --resume auto
 
+    Before it is begun: graphpilot train --dry-run plan.json
+
     On many hosts: torchrun --nproc-per-node 8 -m executor train plan.json
     """
     with threads_without_ctrl_c():
@@ -367,7 +373,13 @@ def train(
 
     folder = plan.parent if out is None else out
     require_writable(folder / "result.json")
-    run_plan(PlanRun(plan_path=plan, out=folder, quiet=quiet or json, resume=resume, kineto=kineto))
+    planned = PlanRun(plan_path=plan, out=folder, quiet=quiet or json, resume=resume, kineto=kineto)
+    if dry_run:
+        from executor.cli_dry_run import print_dry_run
+
+        print_dry_run(planned, Output(json, quiet))
+        return
+    run_plan(planned)
     if is_under_torchrun():
         return
     result: dict[str, Any] = json_module.loads((folder / "result.json").read_text())

@@ -134,6 +134,11 @@ class RowExchange:
         """Whether what travels has another number format than the rows."""
         return self.wire != self.dtype
 
+    @property
+    def sends_in_place(self) -> bool:
+        """Whether own rows can lie where they would arrive: an all-gather in one message of their number format."""
+        return self.exchange is Exchange.ALL_GATHER and self.num_messages == 1 and not self.converts
+
     def own_slot(self, graph_rank: int) -> slice:
         """Return the place of a rank's own rows, with padding, among what an all-gather in one message brings."""
         return slice(graph_rank * self.layout.max_rows, (graph_rank + 1) * self.layout.max_rows)
@@ -145,7 +150,7 @@ class RowExchange:
         index: int,
         *,
         front: Tensor | None = None,
-        graph_rank: int | None = None,
+        slot: Tensor | None = None,
         async_op: bool = False,
     ) -> Sent:
         """Pack and send one message.
@@ -153,14 +158,10 @@ class RowExchange:
         Args:
             received: buffer of all messages, in the number format of messages.
             front: gets the own rows too.
-            graph_rank: if given, own rows that lie in their slot of `received` are not copied for an all-gather.
+            slot: of `received`, with padding, where own rows lie that are sent in place; None for a copy of them.
         """
         layout, phase = self.layout, self.recorder.phase
-        slot = None if graph_rank is None else received[self.own_slot(graph_rank)]
-        if slot is not None and self._lies_in(rows_NC, slot):
-            message = self._padded_in_place(slot, len(rows_NC))
-        else:
-            message = self._pack(rows_NC, index, front)
+        message = self._pack(rows_NC, index, front) if slot is None else self._padded(slot, len(rows_NC))
         if self.converts:
             message = self._cast("narrow", index, message, self.wire, phase)
         output = received[self._received(index)]
@@ -262,14 +263,9 @@ class RowExchange:
             message[len(own) :] = 0
         return message
 
-    def _lies_in(self, rows_NC: Tensor, slot: Tensor) -> bool:
-        """Return whether an all-gather in one message finds own rows where it would bring them."""
-        is_whole = self.exchange is Exchange.ALL_GATHER and self.num_messages == 1 and not self.converts
-        return is_whole and rows_NC.shape[1:] == slot.shape[1:] and rows_NC.data_ptr() == slot.data_ptr()
-
-    def _padded_in_place(self, slot: Tensor, num_rows: int) -> Tensor:
-        padding = slot[num_rows:]
-        with self.recorder.task(self._name("pack", 0), TaskKind.PAD_ROWS, self.recorder.phase, (0, *padding.shape)):
+    def _padded(self, slot: Tensor, num_rows: int) -> Tensor:
+        padding, phase = slot[num_rows:], self.recorder.phase
+        with self.recorder.task(self._name("pack", 0), TaskKind.PAD_ROWS, phase, (0, *padding.shape)):
             padding.fill_(0)
         return slot
 

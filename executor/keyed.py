@@ -11,6 +11,8 @@ from torch import Tensor
 
 GOLDEN = 0x9E3779B1  # 2^32 over the golden ratio, a prime: spreads consecutive numbers over all words (Knuth, TAOCP 3)
 
+_WORD = 2**32 - 1
+
 
 def signed(value: int) -> int:
     """Return the low 32 bits as a signed number."""
@@ -34,6 +36,20 @@ def key_word(key: Tensor) -> Tensor:
     """Return one int32 word for a key of int64 [2]: seed and step."""
     seed, step = low_word(key).unbind()
     return mix(mix(seed ^ signed(GOLDEN)) ^ step)
+
+
+def key_number(seed: int, step: int) -> int:
+    """Return the word of `key_word` as a number, signed, without a tensor."""
+    word = _mixed((seed ^ GOLDEN) & _WORD)
+    return signed(_mixed(word ^ (step & _WORD)))
+
+
+def _mixed(word: int) -> int:
+    """Return a word of 32 bits as `mix` mixes it."""
+    word = word * 0x85EBCA6B & _WORD
+    word ^= word >> 13
+    word = word * 0xC2B2AE35 & _WORD
+    return word ^ word >> 16
 
 
 def edge_bits(edge_id_E: Tensor, key: Tensor) -> Tensor:

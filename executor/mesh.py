@@ -77,6 +77,7 @@ def joined_mesh(
     timeout_seconds: float = COLLECTIVE_TIMEOUT_SECONDS,
     cpu_affinity: bool = True,
     ranks_per_host: int | None = None,
+    backend: str | None = None,
 ) -> Iterator[Place]:
     """Make the process groups of a mesh, and end them afterwards; several may follow in one process.
 
@@ -85,6 +86,7 @@ def joined_mesh(
         timeout_seconds: after which torch gives a collective up, without naming the rank that is missing.
         cpu_affinity: keep this rank to its share of the host's cores meanwhile.
         ranks_per_host: make a group of the ranks of each host too, rank r on host `r // ranks_per_host`; None for none.
+        backend: of the process groups; None for that of the devices.
     """
     device = device_of(kind, local_rank)
     num_ranks = data_parallel_degree * graph_parallel_degree
@@ -103,7 +105,7 @@ def joined_mesh(
                 cores=cores,
             )
             return
-        with _process_groups(kind, store, rank, num_ranks) as world:
+        with _process_groups(backend or kind.backend, store, rank, num_ranks) as world:
             degrees = (data_parallel_degree, graph_parallel_degree)
             mesh = init_device_mesh(device.type, degrees, mesh_dim_names=("dp", "gp"))
             graph_group = mesh.get_group("gp") if graph_parallel_degree > 1 else None
@@ -136,7 +138,7 @@ def _host_group(rank: int, num_ranks: int, ranks_per_host: int | None) -> dist.P
 
 
 @contextmanager
-def _process_groups(kind: DeviceKind, store: Store, rank: int, num_ranks: int) -> Iterator[dist.ProcessGroup]:
+def _process_groups(backend: str, store: Store, rank: int, num_ranks: int) -> Iterator[dist.ProcessGroup]:
     """Make the process group of all ranks, and end all groups afterwards."""
     if _is_single_host():
         # gloo picks its interface by the host's name, which need not resolve on a machine without a network. On GPUs
@@ -147,7 +149,7 @@ def _process_groups(kind: DeviceKind, store: Store, rank: int, num_ranks: int) -
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     # Without device_id: with it, DeviceMesh splits the world's communicator, a crash in torch 2.11 with NCCL 2.28.
     dist.init_process_group(
-        kind.backend,
+        backend,
         store=store,
         rank=rank,
         world_size=num_ranks,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class SparseFeatures:
     rows: Tensor
     columns: Tensor
 
-    @property
+    @cached_property
     def num_entries(self) -> int:
         """Stored entries."""
         return int(self.rows.values().numel())

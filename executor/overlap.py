@@ -171,11 +171,11 @@ class _Attention(torch.autograd.Function):
         sent_NC, came_MC = own_N2D, arrival_M2D
         if overlap.sends_rows:
             sent_NC, (_, came_MC) = x_ND, exchange.new_sources(x_ND, width, own=False)
-            flight = exchange.start(sent_NC, came_MC)
+            flight = exchange.start(sent_NC, came_MC, are_placed=False)
             projected.forward("key_value", x_ND, slice(width, None), own_N2D)
         else:
             projected.forward("key_value", x_ND, slice(width, None), own_N2D)
-            flight = exchange.start(sent_NC, came_MC)
+            flight = exchange.start(sent_NC, came_MC, are_placed=True)
         q_ND = projected.forward("query", x_ND, slice(0, width), torch.empty_like(x_ND))
         q_NHK = overlap.heads_of(q_ND)
         whole, bias_EH = overlap.inner(q_NHK, own_N2D, table_BH)

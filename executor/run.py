@@ -30,6 +30,7 @@ from executor.position import Position
 from executor.progress import CountProgress
 from executor.record import Recorder, StepTracer, with_waiting
 from executor.resume import (
+    Checkpoint,
     changes_of_losses,
     checkpoint_to_resume,
     remove_unfinished_checkpoints,
@@ -124,12 +125,7 @@ def run_plans(runs: Sequence[PlanRun]) -> None:
     """
     plans = [(run, read_plan(run.plan_path)) for run in runs]
     for _, file in plans:
-        found = violations(file.plan, file.graph, file.model, file.cluster)
-        if found := [*found, *training_violations(file.plan, file.train, file.cluster)]:
-            raise PlanError("; ".join(found))
-        if file.graph.num_train_nodes == 0:
-            path = file.graph.source.path
-            raise PlanError(f"{path}: train_mask must hold a node to train on, got none; save y and train_mask too")
+        require_legal(file)
     runs = [replace(run, resume=_checked_resume(run, file)) for run, file in plans]
     for run in runs:
         run.out.mkdir(parents=True, exist_ok=True)
@@ -140,16 +136,39 @@ def run_plans(runs: Sequence[PlanRun]) -> None:
         raise type(error)("; ".join([str(error), *hints])) from error
 
 
+def require_legal(file: PlanFile) -> None:
+    """Return if a plan can be trained on its cluster.
+
+    Raises:
+        PlanError: if it cannot.
+    """
+    found = violations(file.plan, file.graph, file.model, file.cluster)
+    if found := [*found, *training_violations(file.plan, file.train, file.cluster)]:
+        raise PlanError("; ".join(found))
+    if file.graph.num_train_nodes == 0:
+        path = file.graph.source.path
+        raise PlanError(f"{path}: train_mask must hold a node to train on, got none; save y and train_mask too")
+
+
+def checkpoint_of(run: PlanRun, file: PlanFile) -> Checkpoint | None:
+    """Return the checkpoint that a run goes on from, after looking at all of it; None to start afresh.
+
+    Raises:
+        SpecError: if there is none, or one that does not fit, or one that a run that starts afresh would be mixed with.
+    """
+    if run.resume is not None:
+        return checkpoint_to_resume(run.resume, run.out, file)
+    if file.train.checkpoint_every_steps:
+        require_no_checkpoints(run.out)
+    return None
+
+
 def _checked_resume(run: PlanRun, file: PlanFile) -> str | None:
-    """Return the path of the checkpoint that a run goes on from, after looking at all of it; None to start afresh."""
+    """Return the path of the checkpoint that a run goes on from; None to start afresh."""
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first:
         remove_unfinished_checkpoints(run.out)
-    if run.resume is None:
-        if file.train.checkpoint_every_steps:
-            require_no_checkpoints(run.out)
-        return None
-    found = checkpoint_to_resume(run.resume, run.out, file)
+    found = checkpoint_of(run, file)
     if found is None:
         return None
     for change in changes_of_losses(found, file) if is_first else ():

@@ -16,7 +16,7 @@ from executor.data import Inputs as Inputs
 from executor.data import RankData
 from executor.dense import compiled_dense
 from executor.exchange import ExchangeLayout
-from executor.keyed import key_word
+from executor.keyed import key_number
 from executor.mesh import Place
 from executor.model import ForwardSettings, GraphTransformer
 from executor.parallel import FlatGradients
@@ -68,7 +68,8 @@ class Trainer:
         self.plan, self.graph, self.train_spec, self.inputs, self.place = plan, graph, train, inputs, place
         self.recorder = recorder
         torch.manual_seed(train.seed)  # parameters are drawn on the CPU, so alike on every rank and device
-        self.model = GraphTransformer(graph, model, recorder).to(place.device)
+        drawn = GraphTransformer(graph, model, recorder)
+        self.model = drawn if place.device.type == "cpu" else drawn.to(place.device)  # fake tensors cannot be moved
         self.gradients = FlatGradients(
             self.model,
             recorder,
@@ -78,7 +79,7 @@ class Trainer:
             compression=plan.gradient_compression,
         )
         # What changes from step to step lies on the device, where a CUDA graph reads it.
-        self.learning_rate = torch.zeros((), device=place.device)
+        self.learning_rate = torch.tensor(0.0, device=place.device)  # whose value is known where tensors are fake
         self.dropout_word = torch.zeros((), dtype=torch.int32, device=place.device)
         self._rate_factor = learning_rate_schedule(train)
         self.optimizer = torch.optim.AdamW(
@@ -104,7 +105,7 @@ class Trainer:
         """Update the parameters once; return the loss of all ranks as a tensor on the device."""
         self.recorder.position.reach(f"step {step + 1}")
         self.learning_rate.fill_(self.train_spec.learning_rate * self._rate_factor(step))
-        self.dropout_word.fill_(int(key_word(torch.tensor([self.train_spec.seed, step]))))
+        self.dropout_word.fill_(key_number(self.train_spec.seed, step))
         if self._is_replayed and not self.recorder.is_on:
             return self._captured_functions()[0]()
         return self._update_on(data, self.settings)

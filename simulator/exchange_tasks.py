@@ -122,6 +122,7 @@ class Operation:
         backward_is_in_flight: the same of the backward pass.
         joins, backward_joins: the task waits for all collectives that are in flight.
         ranks: of a collective; empty for those of the graph group.
+        receives, backward_receives: of an all-to-all, bytes from each rank, forward and back.
         gradients_of: names of the operations whose gradients of parameters are there once the backward pass of this one
             is over; None for its own.
     """
@@ -137,6 +138,8 @@ class Operation:
     joins: bool = False
     backward_joins: bool = False
     ranks: tuple[int, ...] = ()
+    receives: tuple[int, ...] = ()
+    backward_receives: tuple[int, ...] = ()
     gradients_of: tuple[str, ...] | None = None
 
 
@@ -335,6 +338,8 @@ class AttentionLowering:
                 backward_kind=backward_kind,
                 backward_shape=sent_back,
                 dtype=wire,
+                receives=sent_back if kind is TaskKind.ALL_TO_ALL else (),
+                backward_receives=sent if kind is TaskKind.ALL_TO_ALL else (),
             )
 
     def _widen(self) -> Iterator[Operation]:
@@ -367,14 +372,19 @@ class AttentionLowering:
         )
         if changes_format:
             yield same(f"{name}_narrow", TaskKind.COPY_ROWS, (sum(host.passed_to), columns))
+        passed_to, passed_from = (
+            tuple(rows * row_bytes for rows in split) for split in (host.passed_to, host.passed_from)
+        )
         yield Operation(
             name=f"{name}_exchange",
             kind=TaskKind.ALL_TO_ALL,
-            shape=tuple(rows * row_bytes for rows in host.passed_to),
+            shape=passed_to,
             backward_kind=TaskKind.ALL_TO_ALL,
-            backward_shape=tuple(rows * row_bytes for rows in host.passed_from),
+            backward_shape=passed_from,
             dtype=wire,
             ranks=host.ranks,
+            receives=passed_from,
+            backward_receives=passed_to,
         )
         if changes_format:
             yield same(f"{name}_widen", TaskKind.COPY_ROWS, (sum(host.passed_from), columns))
@@ -428,6 +438,8 @@ class AttentionLowering:
                 backward_kind=TaskKind.ALL_TO_ALL,
                 backward_shape=by_row if to_heads else by_head,
                 dtype=wire,
+                receives=by_row if to_heads else by_head,
+                backward_receives=by_head if to_heads else by_row,
             )
             yield from (copied, sent) if to_heads else (sent, copied)
 

@@ -555,6 +555,7 @@ class _RankLowering:
                 is_in_flight=operation.is_in_flight,
                 joins=operation.joins,
                 ranks=operation.ranks,
+                receives=operation.receives,
             )
 
     def _add_backward(self, operation: Operation) -> None:
@@ -568,6 +569,7 @@ class _RankLowering:
                 is_in_flight=operation.backward_is_in_flight,
                 joins=operation.backward_joins,
                 ranks=operation.ranks,
+                receives=operation.backward_receives,
             )
             for name in (operation.name,) if operation.gradients_of is None else operation.gradients_of:
                 self._add_reductions(self._reductions.after_backward_of(name))
@@ -588,12 +590,13 @@ class _RankLowering:
         is_in_flight: bool = False,
         joins: bool = False,
         ranks: tuple[int, ...] = (),
+        receives: tuple[int, ...] = (),
     ) -> None:
         """Add a task behind the one before it, which none waits for that goes on beside the others.
 
         Args:
             result_of: name of a reduction beside the others that the task waits for.
-            is_in_flight, joins, ranks: as of an `Operation`.
+            is_in_flight, joins, ranks, receives: as of an `Operation`.
         """
         stream = stream_of(kind)
         is_beside = kind.is_collective and phase is Phase.UPDATE and self.plan.overlap_gradients
@@ -628,6 +631,7 @@ class _RankLowering:
                 stream=stream,
                 waits_for=tuple(sorted(waits_for)),
                 group=group,
+                receives=receives,
                 blocks_host=self.blocks_host and not is_beside and not is_in_flight,
                 beyond_cache_ratio=beyond_cache_ratio,
             )

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from executor.dry_run import dry_run
 from executor.environment import environment, local_cluster
 from executor.run import PlanRun, run_plans
 from simulator.readers.generators import materialise
@@ -179,6 +180,8 @@ def main() -> int:
             plan = plan_of(found, graph, MODEL, out)
             plan_file_of(plan, spec, MODEL, cluster, train, out / "plan.json")
             runs.append(PlanRun(plan_path=out / "plan.json", out=out, quiet=True))
+        for name, run in zip(choices, runs, strict=True):
+            failures += [f"{name}, dry: {sentence}" for sentence in dry_run(run).findings]
         with _told({run.out: name for name, run in zip(choices, runs, strict=True)}):
             run_plans(runs)
         losses = {}

@@ -173,6 +173,8 @@ class Task:
         dtype: of the numbers that it works on.
         waits_for: indices of earlier tasks of this rank, on other streams, that must end first.
         group: ranks of a collective, in order; empty otherwise.
+        receives: of an all-to-all, bytes that this rank makes room for from each rank of the group, in the group's
+            order; empty where that is not known, as in recorded steps, and of other kinds.
         blocks_host: the host thread waits until it has ended.
         beyond_cache_ratio: of `ATTENTIONS`, an estimate of the share of gathered rows that come from beyond the
             device's cache; None for other kinds.
@@ -186,6 +188,7 @@ class Task:
     stream: Stream = Stream.COMPUTE
     waits_for: tuple[int, ...] = ()
     group: tuple[int, ...] = ()
+    receives: tuple[int, ...] = ()
     blocks_host: bool = False
     beyond_cache_ratio: float | None = None
 

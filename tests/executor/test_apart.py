@@ -67,7 +67,7 @@ def test_an_all_gather_brings_all_rows_and_own_ones_with_all_digits(gathered, wi
     exchange = apart(wire=wire)
     rows, arrival = exchange.new_sources(own, 1, own=True)
     assert rows.shape == arrival.shape == (6, 1)
-    exchange.finish(exchange.start(own, arrival), own, arrival)
+    exchange.finish(exchange.start(own, arrival, are_placed=False), own, arrival)
     others = OTHERS.to(wire).float()
     # Message by message, and rank by rank; the place of a third own row is zero.
     expected = [*others[:2].flatten(), *own.flatten(), *others[2:].flatten(), torch.tensor(0.0)]
@@ -84,7 +84,7 @@ def test_a_rank_alone_on_its_host_notes_the_exchange_that_the_others_have_there(
         exchange = apart(is_alone=is_alone)
         _, arrival = exchange.new_sources(own, 1, own=True)
         gathered.clear()
-        exchange.finish(exchange.start(own, arrival), own, arrival)
+        exchange.finish(exchange.start(own, arrival, are_placed=False), own, arrival)
         forward = exchange.recorder.position.num_reached
         exchange.finish_back(exchange.start_back(torch.ones(6, 1)), None, 2)
         reached.append((forward, exchange.recorder.position.num_reached - forward))

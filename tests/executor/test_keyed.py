@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executor.keyed import GOLDEN, edge_bits, edge_head_bits, key_word, low_word, mix, signed, threshold
+from executor.keyed import GOLDEN, edge_bits, edge_head_bits, key_number, key_word, low_word, mix, signed, threshold
 
 WORD = 2**32
 words = st.integers(0, WORD - 1)
@@ -95,3 +95,8 @@ def test_bits_of_neighbouring_keys_look_drawn(name, words):
     assert np.abs(following - 0.5).max() < tolerance / 2, name
     assert np.abs(np.corrcoef(bits.T) - np.eye(32)).max() < tolerance, name
     assert len(np.unique(words)) > 0.99 * len(words), name
+
+
+@given(int64s, int64s)
+def test_the_word_of_a_step_is_one_number_with_and_without_tensors(seed, step):
+    assert key_number(seed, step) == int(key_word(torch.tensor([seed, step]))) == signed(key_of(seed, step))
