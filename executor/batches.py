@@ -18,7 +18,7 @@ from executor.sampling.neighbourhood import Neighbourhood, NeighbourhoodSampler
 from simulator.exchanges import rows_per_message
 from simulator.specs.model import EdgeBias, ModelSpec
 from simulator.specs.plan import Exchange, Plan, batch_parts, seed_ranges
-from simulator.workload import RankWork, owned_parts, work_of_sample
+from simulator.workload import RankWork, of_all_ranks, owned_parts, work_of_sample
 
 
 class Batches:
@@ -72,13 +72,13 @@ class Batches:
         if self._plan.is_full_graph:
             return self.of_step(0)
         if self._whole is None:
-            num_ranks = self._plan.num_ranks
+            num_ranks = self._plan.num_row_ranks
             self._whole = self._rank_data(
                 np.arange(self._plan.partition.num_parts) % num_ranks,
-                graph_rank=self._place.rank,
+                graph_rank=self._place.row_rank,
                 num_ranks=num_ranks,
                 exchanges=frozenset({Exchange.HALO if num_ranks > 1 else Exchange.NONE}),
-                group=self._place.world,
+                group=self._place.gradient_group,
                 num_train_rows=1,
             )
         return self._whole
@@ -198,11 +198,11 @@ def sampled_works(plan: Plan, model: ModelSpec, inputs: Inputs, *, step: int, se
     With these `simulator.workload.lower` gives the exact program, where it else gives that of expected counts.
     """
     works = []
-    for rank in range(plan.num_ranks):
+    for replica in range(plan.data_parallel_degree):
         place = Place(
-            rank=rank,
+            rank=replica * plan.num_replica_ranks,
             num_ranks=plan.num_ranks,
-            replica=rank,
+            replica=replica,
             graph_rank=0,
             graph_group=None,
             world=None,
@@ -214,4 +214,4 @@ def sampled_works(plan: Plan, model: ModelSpec, inputs: Inputs, *, step: int, se
         features, node_N = inputs.graph.features, neighbourhood.node_N
         num_entries = 0 if isinstance(features, np.ndarray) else int(np.diff(features.indptr)[node_N].sum())
         works.append(work_of_sample(layers, num_feature_entries=num_entries))
-    return tuple(works)
+    return of_all_ranks(plan, works)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -15,6 +16,7 @@ from executor.dense import CompiledDense, Dropout, Run, Weights, after_attention
 from executor.keyed import signed
 from executor.layer_attention import LayerAttention
 from executor.record import Recorder
+from executor.tensor_sums import TensorSums
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import NUM_DEGREE_BUCKETS, EdgeBias, ModelSpec
 from simulator.specs.plan import ROW_EXCHANGES, Exchange, ExchangePayload, Recompute
@@ -32,6 +34,8 @@ class ForwardSettings:
         dropout_word: int32 [] on the device, `keyed.key_word` of seed and step; None turns dropout off.
         weights: used instead of the model's parameters, by name; None for the parameters.
         compiled: the dense parts of a layer, compiled; None runs them task by task, as a recorder that is on does too.
+        tensor_group: ranks that hold the same rows, each with the weights of its own heads and columns; None for one
+            rank. Then `weights` are given.
         attend: returns a layer's attention from its weights, q [N, D] and keys and values [N, 2D], on a single rank, in
             place of attention over the batch's edges (`executor/attend.py`); it is not recorded, and never captured.
     """
@@ -44,6 +48,7 @@ class ForwardSettings:
     dropout_word: Tensor | None = None
     weights: Mapping[str, Tensor] | None = None
     compiled: CompiledDense | None = None
+    tensor_group: dist.ProcessGroup | None = None
     attend: Callable[[Mapping[str, Tensor], Tensor, Tensor], Tensor] | None = None
 
 
@@ -153,7 +158,7 @@ class GraphTransformer(nn.Module):
         run = self._run_in(name)
         h_ND, x_ND = self._attention(index, h_ND, data, settings, compiled)
         if compiled is None:
-            return after_attention(run, weights, h_ND, x_ND, dropout)
+            return after_attention(run, weights, h_ND, x_ND, dropout, self._sums(name, settings))
         return compiled.after(weights, h_ND, x_ND, dropout)
 
     def _attention(
@@ -171,15 +176,18 @@ class GraphTransformer(nn.Module):
             recorder=self.recorder,
             index=index,
             exchange=exchange,
-            num_heads=self.model.num_heads,
+            num_heads=self.model.num_heads // _size(settings.tensor_group),
             wire=settings.wire or data.dtype,
         )
-        overlaps = settings.overlaps and exchange in ROW_EXCHANGES
+        overlaps, sums = settings.overlaps and exchange in ROW_EXCHANGES, self._sums(name, settings)
         if settings.payload is ExchangePayload.ROWS and exchange in ROW_EXCHANGES:
             # What travels lies between norm and projection, so they are not compiled as one.
-            x_ND = normed(run, weights, h_ND)
+            x_ND = normed(run, weights, h_ND, sums)
             return h_ND, attention.overlapped_rows(x_ND) if overlaps else attention.of_rows(x_ND)
-        q_ND, kv_N2D = before_attention(run, weights, h_ND) if compiled is None else compiled.before(weights, h_ND)
+        if compiled is None:
+            q_ND, kv_N2D = before_attention(run, weights, h_ND, sums)
+        else:
+            q_ND, kv_N2D = compiled.before(weights, h_ND)
         if data.layers:
             q_ND, h_ND = run("targets", operations.TARGET_ROWS, q_ND, h_ND, len(data.target_node_N(index)))
         if settings.attend is not None:
@@ -187,6 +195,10 @@ class GraphTransformer(nn.Module):
         if exchange is Exchange.HEAD_ALL_TO_ALL:
             return h_ND, attention.by_heads(q_ND, kv_N2D)
         return h_ND, attention.overlapped(q_ND, kv_N2D) if overlaps else attention.in_turn(q_ND, kv_N2D)
+
+    def _sums(self, layer: str, settings: ForwardSettings) -> TensorSums | None:
+        group = settings.tensor_group
+        return None if group is None else TensorSums(recorder=self.recorder, group=group, layer=layer)
 
     def _run_in(self, layer: str) -> Run:
         return lambda task, operation, *arguments: self.recorder.run(f"{layer}.{task}", operation, *arguments)
@@ -197,6 +209,10 @@ class GraphTransformer(nn.Module):
             return None
         seeds = tuple(settings.dropout_word ^ signed(zlib.crc32(name.encode())) for name in names)
         return Dropout(ratio=self.model.dropout_ratio, node_N=node_N, seeds=seeds)
+
+
+def _size(group: dist.ProcessGroup | None) -> int:
+    return 1 if group is None else group.size()
 
 
 def _weights_of(settings: ForwardSettings, module: str) -> Weights:

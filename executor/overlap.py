@@ -24,7 +24,7 @@ from executor.attention.parts import (
     merge_into,
     row_stats,
 )
-from executor.operations import EDGE_BIAS
+from executor.operations import EDGE_BIAS, query_columns
 from executor.record import Recorder
 from executor.topology import EdgeHalves
 from simulator.specs.program import Phase, TaskKind
@@ -204,16 +204,16 @@ class _AttentionOfRows(torch.autograd.Function):
         num_rows, width = x_ND.shape
         _, x_MD = overlap.exchange.new_sources(x_ND, width, own=False)
         flight = overlap.exchange.start(x_ND, x_MD)
-        projected = _Projection(overlap, weight)
-        q_ND = projected.forward("query", x_ND, slice(0, width), x_ND.new_empty(num_rows, width))
-        kv_M2D, arrival_M2D = overlap.exchange.new_sources(x_ND, 2 * width, own=True)
-        own_N2D = kv_M2D[:num_rows] if overlap.exchange.has_own_rows else x_ND.new_empty(num_rows, 2 * width)
-        projected.forward("key_value", x_ND, slice(width, None), own_N2D)
+        projected, columns = _Projection(overlap, weight), query_columns(weight)
+        q_ND = projected.forward("query", x_ND, slice(0, columns), x_ND.new_empty(num_rows, columns))
+        kv_M2D, arrival_M2D = overlap.exchange.new_sources(x_ND, 2 * columns, own=True)
+        own_N2D = kv_M2D[:num_rows] if overlap.exchange.has_own_rows else x_ND.new_empty(num_rows, 2 * columns)
+        projected.forward("key_value", x_ND, slice(columns, None), own_N2D)
         q_NHK = overlap.heads_of(q_ND)
         whole, bias_EH = overlap.inner(q_NHK, own_N2D, table_BH)
         outer_bias_EH = overlap.outer_bias(table_BH)
         overlap.exchange.finish(flight, x_ND, x_MD)
-        projected.forward("key_value_halo", x_MD, slice(width, None), arrival_M2D)
+        projected.forward("key_value_halo", x_MD, slice(columns, None), arrival_M2D)
         overlap.merge_outer(whole, q_NHK, arrival_M2D, outer_bias_EH)
         ctx.overlap = overlap
         ctx.save_for_backward(x_ND, x_MD, weight, q_ND, kv_M2D, table_BH, bias_EH, whole.out, whole.lse, whole.rest)
@@ -224,18 +224,18 @@ class _AttentionOfRows(torch.autograd.Function):
         overlap: Overlap = ctx.overlap
         x_ND, x_MD, weight, q_ND, kv_M2D, table_BH, bias_EH, out, lse, rest = ctx.saved_tensors
         whole, q_NHK = Attended(out=out, lse=lse, rest=rest), overlap.heads_of(q_ND)
-        grad_NHK, (num_rows, width) = overlap.heads_of(gradients[0]), x_ND.shape
+        grad_NHK, num_rows, columns = overlap.heads_of(gradients[0]), len(x_ND), query_columns(weight)
         grad_kv_M2D, stats, of_sources = overlap.over_sources(grad_NHK, whole, q_NHK, kv_M2D, bias_EH)
         num_own = num_rows if overlap.exchange.has_own_rows else 0
         projected, grad_weight = _Projection(overlap, weight), torch.zeros_like(weight)
-        grad_x_MD = projected.backward("key_value_halo", grad_kv_M2D[num_own:], x_MD, slice(width, None), grad_weight)
+        grad_x_MD = projected.backward("key_value_halo", grad_kv_M2D[num_own:], x_MD, slice(columns, None), grad_weight)
         flight = overlap.exchange.start_back(grad_x_MD)
         grad_q_ND, of_targets = overlap.over_targets(grad_NHK, stats, whole, q_NHK, kv_M2D, bias_EH)
         grad_table_BH = overlap.of_table(table_BH, of_sources, of_targets)
-        grad_x_ND = projected.backward("query", grad_q_ND, x_ND, slice(0, width), grad_weight)
+        grad_x_ND = projected.backward("query", grad_q_ND, x_ND, slice(0, columns), grad_weight)
         if overlap.exchange.has_own_rows:
             of_keys = grad_kv_M2D[:num_own]
-            projected.backward("key_value", of_keys, x_ND, slice(width, None), grad_weight, onto=grad_x_ND)
+            projected.backward("key_value", of_keys, x_ND, slice(columns, None), grad_weight, onto=grad_x_ND)
         return overlap.exchange.finish_back(flight, grad_x_ND, num_rows), grad_weight, grad_table_BH, None
 
 

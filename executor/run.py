@@ -24,7 +24,7 @@ from executor.environment import environment
 from executor.heartbeat import Heartbeat, backstop_seconds
 from executor.history import History
 from executor.launch import is_under_torchrun, launch, meet, run_as_rank
-from executor.mesh import Place, joined_mesh
+from executor.mesh import Place, joined_mesh, mesh_choices
 from executor.position import Position
 from executor.progress import CountProgress
 from executor.record import Recorder, StepTracer, with_waiting
@@ -230,11 +230,9 @@ def _train_as_rank(
         store,
         rank=rank,
         local_rank=int(os.environ.get("LOCAL_RANK", rank)),
-        data_parallel_degree=file.plan.data_parallel_degree,
-        graph_parallel_degree=file.plan.graph_parallel_degree,
         timeout_seconds=backstop_seconds(timeout_seconds),
         cpu_affinity=file.train.cpu_affinity,
-        ranks_per_host=file.plan.ranks_per_host,
+        **mesh_choices(file.plan),
     )
     with mesh as place, heartbeat.failures_told():
         heartbeat.timeout_seconds = timeout_seconds
@@ -357,7 +355,7 @@ def train_loop(
                 with position.waiting("losses"):
                     history.read_losses()
                 evaluation = trainer.evaluate()
-                history.add_evaluation(step, evaluation, trainer.model)
+                history.add_evaluation(step, evaluation, trainer.whole_weights)
                 accuracy = f"validation accuracy {evaluation.val_accuracy_ratio:.3f}"
                 progress.show(step + 1, f"loss {history.losses[-1]:.4f}, {accuracy}")
             checkpointing.after_step(step)

@@ -8,8 +8,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from simulator.exchange_tasks import AttentionLowering, EdgeCounts, GroupWork, HostWork, Operation, same
-from simulator.gradients import ReductionSchedule, ReductionTask, reduction_schedule
+from simulator.gradients import PARAMETER_BYTES, ReductionSchedule, ReductionTask, reduction_schedule
+from simulator.exchanges import rank_columns
 from simulator.likeness import replicas_that_stand_for_others
+from simulator.sharding import tensor_shapes
 from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import NUM_DEGREE_BUCKETS, EdgeBias, ModelSpec
@@ -104,10 +106,17 @@ def rank_work(plan: Plan, *, step: int, seed: int) -> tuple[RankWork, ...]:
     if plan.sampled is not None:
         seeds = [end - first for first, end in seed_ranges(plan, step=step)]
         by_seeds = {count: _sampled_work(plan.sampled, count) for count in set(seeds)}
-        return tuple(by_seeds[count] for count in seeds)
+        return of_all_ranks(plan, [by_seeds[count] for count in seeds])
     batches = batch_parts(plan, step=step, seed=seed)
     by_batch = {batch: _works_of_batch(plan, batch) for batch in set(batches)}
-    return tuple(work for batch in batches for work in by_batch[batch])
+    return of_all_ranks(plan, [work for batch in batches for work in by_batch[batch]])
+
+
+def of_all_ranks(plan: Plan, works: Sequence[RankWork]) -> tuple[RankWork, ...]:
+    """Return what each rank holds, from what each of those with rows of their own holds."""
+    if plan.num_ranks == plan.num_row_ranks:
+        return tuple(works)
+    return tuple(works[plan.row_rank(rank)] for rank in range(plan.num_ranks))
 
 
 def _works_of_batch(plan: Plan, batch: tuple[int, ...]) -> tuple[RankWork, ...]:
@@ -321,8 +330,15 @@ def parameter_shapes(graph: GraphSpec, model: ModelSpec) -> tuple[tuple[str, tup
     return tuple(shapes)
 
 
+def rank_parameter_shapes(
+    plan: Plan, graph: GraphSpec, model: ModelSpec
+) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Return name and shape of what a rank computes with of every parameter."""
+    return tensor_shapes(plan, parameter_shapes(graph, model))
+
+
 def num_parameters(graph: GraphSpec, model: ModelSpec) -> int:
-    """Return the numbers that the optimizer updates."""
+    """Return the numbers that the optimizer updates, of all ranks together."""
     return sum(math.prod(shape) for _, shape in parameter_shapes(graph, model))
 
 
@@ -331,12 +347,12 @@ def gradient_reductions(
 ) -> ReductionSchedule:
     """Return in which order a step with these operations issues the reductions of its gradients."""
     return reduction_schedule(
-        parameter_shapes(graph, model),
+        rank_parameter_shapes(plan, graph, model),
         operations,
         bucket_bytes=plan.gradient_bucket_bytes,
         compression=plan.gradient_compression,
         overlaps=plan.overlap_gradients,
-        num_ranks=plan.num_ranks,
+        num_ranks=plan.num_row_ranks,
     )
 
 
@@ -363,17 +379,16 @@ def lower(
     is_other = works is None and plan.loads_batches and plan.prefetch_batches > 0
     works = works or rank_work(plan, step=step, seed=seed)
     made = rank_work(plan, step=step + plan.prefetch_batches, seed=seed) if is_other else works
-    works, made = _of_replicas_alike(works, made, plan.graph_parallel_degree, alike_ratio)
-    number_of: dict[tuple[int, int, int], int] = {}  # by identity of what is held, and place in the graph group
+    works, made = _of_replicas_alike(works, made, plan.num_replica_ranks, alike_ratio)
+    number_of: dict[tuple[int, int, int], int] = {}  # by identity of what is held, and place in the replica
     first_ranks: list[int] = []
     list_of_rank: list[int] = []
     for rank, (work, made_work) in enumerate(zip(works, made, strict=True)):
-        key = (id(work), id(made_work), rank % plan.graph_parallel_degree)
+        key = (id(work), id(made_work), rank % plan.num_replica_ranks)
         if key not in number_of:
             number_of[key] = len(first_ranks)
             first_ranks.append(rank)
         list_of_rank.append(number_of[key])
-    all_ranks = tuple(range(plan.num_ranks))
     schedules: dict[tuple[str, ...], ReductionSchedule] = {}
     lists = tuple(
         _RankLowering(
@@ -384,7 +399,6 @@ def lower(
             work=works[rank],
             made_work=made[rank],
             rank=rank,
-            all_ranks=all_ranks,
             schedules=schedules,
             blocks_host=cluster.device.kind is DeviceKind.CPU,
         ).tasks_of_step()
@@ -426,7 +440,6 @@ class _RankLowering:
     work: RankWork
     made_work: RankWork
     rank: int
-    all_ranks: tuple[int, ...]
     schedules: dict[tuple[str, ...], ReductionSchedule]  # of all ranks so far, by operations
     blocks_host: bool
     tasks: list[Task] = field(default_factory=list)
@@ -435,9 +448,13 @@ class _RankLowering:
     _beside: dict[str, int] = field(default_factory=dict)  # those reductions, by name
     _in_flight: list[int] = field(default_factory=list)  # collectives that no later task has waited for yet
     _graph_group: tuple[int, ...] = field(init=False)
+    _tensor_group: tuple[int, ...] = field(init=False)
+    _gradient_group: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         self._graph_group = self.plan.graph_group(self.rank)
+        self._tensor_group = self.plan.tensor_group(self.rank)
+        self._gradient_group = self.plan.gradient_group(self.rank)
 
     def tasks_of_step(self) -> tuple[Task, ...]:
         """Return batch, forward, backward and update of this rank."""
@@ -456,6 +473,8 @@ class _RankLowering:
             if self.plan.recompute[index] is Recompute.LAYER:
                 # The last task, a sum, saved nothing; the one before it asks for what it saved.
                 self._add_backward(backward.pop(0))
+                while backward[0].kind in (TaskKind.BIAS, TaskKind.ALL_REDUCE):  # nor did these
+                    self._add_backward(backward.pop(0))
                 for operation in layers[index]:
                     self._add_forward(operation, Phase.RECOMPUTE)
             for operation in backward:
@@ -504,22 +523,52 @@ class _RankLowering:
     def _layer(self, index: int) -> list[Operation]:
         work, model, layer = self.work, self.model, f"layer{index}"
         input_rows, rows, width = work.num_input_rows(index), work.num_target_rows(index), model.width
+        columns = model.feed_forward_width // self.plan.tensor_parallel_degree
         attention = AttentionLowering(
             plan=self.plan, model=model, work=work.group_of(index), layer=layer, exchange=self.plan.exchange[index]
         )
         return [
             same(f"{layer}.attention_norm", TaskKind.LAYER_NORM, (input_rows, width)),
+            *self._before_columns(f"{layer}.query_key_value", input_rows),
             *attention.operations(),
-            same(f"{layer}.attention_output", TaskKind.LINEAR, (rows, width, width)),
+            *self._from_columns(f"{layer}.attention_output", rows, rank_columns(self.plan, model)),
             *self._dropout(f"{layer}.attention_dropout", rows),
             same(f"{layer}.attention_residual", TaskKind.RESIDUAL, (rows, width)),
             same(f"{layer}.feed_forward_norm", TaskKind.LAYER_NORM, (rows, width)),
-            same(f"{layer}.feed_forward_up", TaskKind.LINEAR, (rows, width, model.feed_forward_width)),
-            same(f"{layer}.feed_forward_activation", TaskKind.GELU, (rows, model.feed_forward_width)),
-            same(f"{layer}.feed_forward_down", TaskKind.LINEAR, (rows, model.feed_forward_width, width)),
+            *self._before_columns(f"{layer}.feed_forward_up", rows),
+            same(f"{layer}.feed_forward_up", TaskKind.LINEAR, (rows, width, columns)),
+            same(f"{layer}.feed_forward_activation", TaskKind.GELU, (rows, columns)),
+            *self._from_columns(f"{layer}.feed_forward_down", rows, columns),
             *self._dropout(f"{layer}.feed_forward_dropout", rows),
             same(f"{layer}.feed_forward_residual", TaskKind.RESIDUAL, (rows, width)),
         ]
+
+    def _before_columns(self, name: str, rows: int) -> list[Operation]:
+        """Return what comes before a product that gives a rank's own columns: backward, its rows' gradients are summed."""
+        return [] if len(self._tensor_group) == 1 else [self._reduce(name, rows, is_forward=False)]
+
+    def _from_columns(self, name: str, rows: int, columns: int) -> list[Operation]:
+        """Return a product that takes a rank's own columns; forward, what the ranks of them make is summed."""
+        width = self.model.width
+        if len(self._tensor_group) == 1:
+            return [same(name, TaskKind.LINEAR, (rows, columns, width))]
+        return [
+            same(name, TaskKind.PROJECTION, (rows, columns, width)),
+            self._reduce(name, rows, is_forward=True),
+            same(f"{name}_bias", TaskKind.BIAS, (rows, width)),
+        ]
+
+    def _reduce(self, name: str, rows: int, *, is_forward: bool) -> Operation:
+        """Return the sum of rows over the ranks that hold them, forward or backward."""
+        shape = (rows * self.model.width * self.plan.precision.num_bytes,)
+        return Operation(
+            name=f"{name}.reduce",
+            kind=TaskKind.ALL_REDUCE if is_forward else None,
+            shape=shape if is_forward else (),
+            backward_kind=None if is_forward else TaskKind.ALL_REDUCE,
+            backward_shape=() if is_forward else shape,
+            ranks=self._tensor_group,
+        )
 
     def _head(self) -> list[Operation]:
         rows, classes = self.work.num_output_rows, self.graph.num_classes
@@ -535,14 +584,30 @@ class _RankLowering:
         return [same(name, TaskKind.DROPOUT, (rows, self.model.width))]
 
     def _add_update(self) -> None:
-        shapes = [shape for _, shape in parameter_shapes(self.graph, self.model)]
+        shapes = [shape for _, shape in rank_parameter_shapes(self.plan, self.graph, self.model)]
         sizes = [math.prod(shape) for shape in shapes]
         self._add_reductions(self._reductions.rest())
         update_shape = (sum(sizes), len(sizes))
         # What goes on beside the others ends in order, so its last task stands for all.
         last = next(reversed(self._beside), "")
-        self._add("clip", TaskKind.CLIP, Phase.UPDATE, update_shape, Dtype.FLOAT32, result_of=last)
+        self._add_clip(update_shape, last)
         self._add("optimizer", TaskKind.OPTIMIZER, Phase.UPDATE, update_shape, Dtype.FLOAT32)
+
+    def _add_clip(self, shape: tuple[int, ...], last: str) -> None:
+        """Add the clipping of gradients; where ranks hold other numbers of them, they sum the squares of the norm.
+
+        Args:
+            last: name of the last reduction beside the others.
+        """
+        if len(self._tensor_group) == 1:
+            self._add("clip", TaskKind.CLIP, Phase.UPDATE, shape, Dtype.FLOAT32, result_of=last)
+            return
+        self._add("clip.norm", TaskKind.GRADIENT_NORM, Phase.UPDATE, shape, Dtype.FLOAT32, result_of=last)
+        norm_shape = (PARAMETER_BYTES,)
+        self._add(
+            "clip.reduce", TaskKind.ALL_REDUCE, Phase.UPDATE, norm_shape, Dtype.FLOAT32, ranks=self._tensor_group
+        )
+        self._add("clip", TaskKind.GRADIENT_SCALE, Phase.UPDATE, shape, Dtype.FLOAT32)
 
     def _add_forward(self, operation: Operation, phase: Phase) -> None:
         if operation.kind is not None:
@@ -596,7 +661,8 @@ class _RankLowering:
             is_in_flight, joins, ranks: as of an `Operation`.
         """
         stream = stream_of(kind)
-        is_beside = kind.is_collective and phase is Phase.UPDATE and self.plan.overlap_gradients
+        is_of_gradients = kind.is_collective and phase is Phase.UPDATE and not ranks
+        is_beside = is_of_gradients and self.plan.overlap_gradients
         stream = Stream.GRADIENTS if is_beside else stream
         waits_for = {self._beside[result_of]} if result_of in self._beside else set()
         previous = self._previous
@@ -613,8 +679,7 @@ class _RankLowering:
             self._previous = len(self.tasks)
         group: tuple[int, ...] = ()
         if kind.is_collective:
-            is_of_all = phase is Phase.UPDATE
-            group = self.all_ranks if is_of_all else ranks or self._graph_group
+            group = ranks or (self._gradient_group if is_of_gradients else self._graph_group)
         beyond_cache_ratio = None
         if kind in ATTENTIONS:
             beyond_cache_ratio = beyond_cache_ratio_of(self.plan, shape, self.cluster)

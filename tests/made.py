@@ -38,7 +38,10 @@ _SHAPES: dict[TaskKind, tuple[tuple[int, ...], ...]] = {
     TaskKind.SPARSE_LINEAR: tuple((rows, 8 * rows, 500, width) for rows in _ROWS for width in _WIDTHS),
     **{
         kind: tuple((rows, width) for rows in _ROWS for width in _WIDTHS)
-        for kind in (TaskKind.LAYER_NORM, TaskKind.GELU, TaskKind.DROPOUT, TaskKind.RESIDUAL, TaskKind.COPY_ROWS)
+        for kind in (
+            *(TaskKind.LAYER_NORM, TaskKind.GELU, TaskKind.DROPOUT, TaskKind.RESIDUAL, TaskKind.COPY_ROWS),
+            TaskKind.BIAS,
+        )
     },
     **{
         kind: tuple((rows, rows // 2, 2 * width) for rows in _ROWS for width in _WIDTHS)
@@ -51,6 +54,8 @@ _SHAPES: dict[TaskKind, tuple[tuple[int, ...], ...]] = {
     TaskKind.MERGE: tuple((rows, rows // 2, 4, width // 4) for rows in _ROWS for width in _WIDTHS),
     TaskKind.LOSS: tuple((rows, rows // 2, 8) for rows in _ROWS),
     TaskKind.CLIP: ((10_000, 20), (1_000_000, 20)),
+    TaskKind.GRADIENT_NORM: ((10_000, 20), (1_000_000, 20)),
+    TaskKind.GRADIENT_SCALE: ((10_000, 20), (1_000_000, 20)),
     TaskKind.OPTIMIZER: ((10_000, 20), (1_000_000, 20)),
     TaskKind.GRADIENT_CAST: ((10_000,), (1_000_000,)),
     TaskKind.TOP_K_SELECT: ((10_000, 100), (1_000_000, 10_000)),

@@ -20,6 +20,7 @@ _KINDS = {
     TaskKind.PAD_ROWS: KernelKind.COPY,
     TaskKind.OPTIMIZER: KernelKind.OPTIMIZER,
     TaskKind.CLIP: KernelKind.REDUCTION,
+    TaskKind.GRADIENT_NORM: KernelKind.REDUCTION,
     TaskKind.LOSS: KernelKind.REDUCTION,
 }
 

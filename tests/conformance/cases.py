@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 
 from executor.batches import sampled_works
 from executor.launch import launch, meet
-from executor.mesh import joined_mesh
+from executor.mesh import joined_mesh, mesh_choices
 from executor.record import Recorder
 from executor.train import Inputs, Trainer
 from planner.hosts import host_rows
@@ -519,9 +519,7 @@ def _run_case(prepared: Prepared, store: Store, rank: int) -> ObservedStep:
         store,
         rank=rank,
         local_rank=int(os.environ.get("LOCAL_RANK", rank)),
-        data_parallel_degree=plan.data_parallel_degree,
-        graph_parallel_degree=plan.graph_parallel_degree,
-        ranks_per_host=plan.ranks_per_host,
+        **mesh_choices(plan),
     ) as place:
         recorder = Recorder(annotate=True, precision=plan.precision)
         trainer = Trainer(plan, prepared.spec, case.model, TRAIN, prepared.inputs, place, recorder)

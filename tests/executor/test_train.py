@@ -9,13 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from executor.clipping import clip_flat_gradient_
 from executor.mesh import Place
 from executor.record import Recorder
 from executor.train import (
     Inputs,
     StepClock,
     Trainer,
-    clip_flat_gradient_,
     learning_rate_schedule,
     require_finite,
 )

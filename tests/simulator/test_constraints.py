@@ -57,7 +57,8 @@ def test_a_plan_that_can_run_has_no_violations(plan):
 
 def test_a_plan_has_no_more_ranks_than_the_cluster_has_devices():
     assert reasons(made_plan(FOUR), cluster=made_cluster(devices_per_host=3)) == [
-        "plan.num_ranks=4 must not exceed cluster.num_devices=3: lower data_parallel_degree or graph_parallel_degree"
+        "plan.num_ranks=4 must not exceed cluster.num_devices=3: lower data_parallel_degree, "
+        "graph_parallel_degree or tensor_parallel_degree"
     ]
     assert reasons(made_plan(FOUR), cluster=made_cluster(num_hosts=2, devices_per_host=2)) == []
 
