@@ -116,7 +116,7 @@ SHAPE_FIELDS: dict[TaskKind, tuple[str, ...]] = {
     TaskKind.COPY_ROWS: ("rows", "columns"),
     # A vector to each row, where it is no part of a product since the product is one of several ranks.
     TaskKind.BIAS: ("rows", "columns"),
-    # The first rows of queries and of the residual stream; backward, zeros behind their gradients.
+    # The first rows of queries and of the residual stream, whose columns count; backward, zeros behind their gradients.
     TaskKind.TARGET_ROWS: ("rows", "rows_kept", "columns"),
     TaskKind.EDGE_BIAS: ("edges", "heads"),
     # Of the edges, those of targets, and those of sources, with more than MAX_SHORT_EDGES of them.
