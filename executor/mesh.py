@@ -17,7 +17,7 @@ from executor.compat import set_timeout
 from simulator.errors import RunError
 from simulator.specs.cluster import DeviceKind
 from simulator.specs.mesh import AXES, ROW_AXES, MeshShape
-from simulator.specs.plan import ParameterSharding, Plan
+from simulator.specs.plan import Plan
 
 # After which torch gives a collective up, where no heartbeat ends the ranks earlier, as in a calibration: its
 # collectives take milliseconds, and a rank is late by what it measures alone.
@@ -88,7 +88,7 @@ def mesh_choices(plan: Plan) -> dict[str, Any]:
         "data_parallel_degree": plan.data_parallel_degree,
         "graph_parallel_degree": plan.graph_parallel_degree,
         "tensor_parallel_degree": plan.tensor_parallel_degree,
-        "shards_parameters": plan.shard_parameters is not ParameterSharding.NONE,
+        "shards_parameters": plan.shares_out,
         "ranks_per_host": plan.ranks_per_host,
     }
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import math
 import os
 import pickle
 import resource
@@ -300,7 +301,7 @@ def _contents(run: PlanRun, file: PlanFile) -> Sizes:
 def _sizes(trainer: Trainer, *, first_step: int) -> Sizes:
     """Return what this rank brings to the collectives."""
     return Sizes(
-        counts={"parameters": trainer.gradients.flat.numel()},
+        counts={"parameters": sum(map(math.prod, trainer.parameters.shapes.values()))},
         layouts={name: rows_of(layout) for name, layout in trainer.layouts(first_step).items()},
     )
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from simulator.sharding import tensor_dim
+from simulator.sharding import row_dim, share_of, tensor_dim
 
 _COLUMNS_AND_ROWS = {
     "query_key_value": ColwiseParallel,
@@ -56,13 +56,18 @@ class RankParameters:
         model: whose parameters were split and shared out, if they are to be.
         shapes: as the attribute.
         tensor_mesh: the axis "tp"; None for one rank.
+        row_mesh: the ranks among which parameters are shared out; None where they are not.
     """
 
     def __init__(
-        self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]], tensor_mesh: DeviceMesh | None
+        self,
+        model: nn.Module,
+        shapes: Mapping[str, tuple[int, ...]],
+        tensor_mesh: DeviceMesh | None,
+        row_mesh: DeviceMesh | None = None,
     ) -> None:
         self.shapes = dict(shapes)
-        self._tensor_mesh = tensor_mesh
+        self._tensor_mesh, self._row_mesh = tensor_mesh, row_mesh
         self._models = dict(model.named_parameters())
         assert list(self._models) == list(self.shapes), (list(self._models), list(self.shapes))
         self.own = {name: _leaf(parameter) for name, parameter in self._models.items()}
@@ -103,11 +108,16 @@ class RankParameters:
 
     def share(self, name: str, whole: Tensor) -> Tensor:
         """Return this rank's share of a whole parameter."""
-        parameter, found = self._models[name], whole
+        found = whole
         if (dim := tensor_dim(name)) is not None and self._tensor_mesh is not None:
             runs = 3 if name.endswith("query_key_value.weight") else 1
             pieces = found.unflatten(dim, (runs, self.tensor_degree, -1))
             found = pieces.select(dim + 1, self._tensor_mesh.get_local_rank()).flatten(dim, dim + 1)
+        if self._row_mesh is not None:
+            dim, size, rank = row_dim(name), self._row_mesh.size(), self._row_mesh.get_local_rank()
+            length = share_of(tuple(found.shape), dim, size, rank)[dim]
+            first = min(rank * -(-found.shape[dim] // size), found.shape[dim])
+            found = found.narrow(dim, first, length)
         return found
 
     @torch.no_grad()

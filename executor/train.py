@@ -23,6 +23,7 @@ from executor.model import ForwardSettings, GraphTransformer
 from executor.parallel import FlatGradients
 from executor.record import Recorder
 from executor.shards import RankParameters, split_tensors
+from executor.shared_out import SharedOutGradients, give_up_whole, share_out
 from executor.step import CapturedFunction, CudaGraphs, cast_weights
 from simulator.errors import RunError
 from simulator.exchanges import wire_dtype
@@ -74,15 +75,15 @@ class Trainer:
         self.model = GraphTransformer(graph, model, recorder).to(place.device)
         if place.tensor_mesh is not None:
             split_tensors(self.model, place.tensor_mesh)
-        self.parameters = RankParameters(self.model, dict(parameter_shapes(graph, model)), place.tensor_mesh)
-        self.gradients = FlatGradients(
-            self.parameters.own,
-            recorder,
-            place.gradient_group,
-            bucket_bytes=plan.gradient_bucket_bytes,
-            overlap=plan.overlap_gradients,
-            compression=plan.gradient_compression,
+        if place.row_mesh is not None and plan.shares_out:
+            share_out(self.model, place.row_mesh, plan.shard_parameters, recorder)
+        self.parameters = RankParameters(
+            self.model,
+            dict(parameter_shapes(graph, model)),
+            place.tensor_mesh,
+            place.row_mesh if plan.shares_out else None,
         )
+        self.gradients = self._made_gradients()
         # What changes from step to step lies on the device, where a CUDA graph reads it.
         self.learning_rate = torch.zeros((), device=place.device)
         self.dropout_word = torch.zeros((), dtype=torch.int32, device=place.device)
@@ -100,7 +101,7 @@ class Trainer:
             overlaps=plan.overlap_exchange,
             payload=plan.exchange_payload,
             wire=TORCH_DTYPES[wire_dtype(plan)],
-            weights=None if place.tensor_group is None else self.parameters.own,
+            weights=None if place.tensor_group is None or plan.shares_out else self.parameters.own,
             compiled=compiled,
             tensor_group=place.tensor_group,
         )
@@ -108,6 +109,21 @@ class Trainer:
         self.rank_states: dict[str, Stateful] = {"gradients": self.gradients}
         self.batches = Batches(plan, inputs, place, model, dtype=TORCH_DTYPES[plan.precision], seed=train.seed)
         self._captured: tuple[CapturedFunction, CapturedFunction] | None = None
+
+    def _made_gradients(self) -> FlatGradients | SharedOutGradients:
+        """Return what sums the gradients of this rank."""
+        plan, group = self.plan, self.place.gradient_group
+        if plan.shares_out:
+            assert group is not None, "parameters are shared out among several ranks"
+            return SharedOutGradients(self.model, self.parameters, self.recorder, group)
+        return FlatGradients(
+            self.parameters.own,
+            self.recorder,
+            group,
+            bucket_bytes=plan.gradient_bucket_bytes,
+            overlap=plan.overlap_gradients,
+            compression=plan.gradient_compression,
+        )
 
     def step(self, step: int, data: RankData) -> Tensor:
         """Update the parameters once; return the loss of all ranks as a tensor on the device."""
@@ -160,26 +176,28 @@ class Trainer:
 
     def update(self) -> None:
         """Clip the gradients, move the parameters, forget the gradients."""
-        flat, max_norm = self.gradients.flat, self.train_spec.max_gradient_norm
-        shape = (flat.numel(), len(self.parameters.own))
+        own, max_norm = list(self.parameters.own.values()), self.train_spec.max_gradient_norm
+        shape = (sum(value.numel() for value in own), len(own))
         if self._clip is None:
+            assert isinstance(self.gradients, FlatGradients), "ranks that share parameters out clip together"
             with self.recorder.task("clip", TaskKind.CLIP, Phase.UPDATE, shape):
-                clip_flat_gradient_(flat, max_norm)
+                clip_flat_gradient_(self.gradients.flat, max_norm)
         else:
-            self._clip.clip_([value.grad for value in self.parameters.own.values() if value.grad is not None], max_norm)
+            self._clip.clip_([value.grad for value in own if value.grad is not None], max_norm)
         with self.recorder.task("optimizer", TaskKind.OPTIMIZER, Phase.UPDATE, shape):
             # Fused, it can be captured as it is; torch wants to be told in a capture, and warns outside of one.
-            is_capturing = flat.is_cuda and torch.cuda.is_current_stream_capturing()
+            is_capturing = own[0].is_cuda and torch.cuda.is_current_stream_capturing()
             self.optimizer.param_groups[0]["capturable"] = is_capturing
             self.optimizer.step()
             self.gradients.zero()
 
     def _shared_clip(self) -> SharedClip | None:
         """Return what clips gradients that several ranks share; None where each has all of them."""
-        group, parameters = self.place.tensor_group, self.parameters
+        parameters = self.parameters
+        group = self.place.world if self.plan.shares_out else self.place.tensor_group
         if group is None:
             return None
-        weights = [1.0 if parameters.is_split(name) else 1 / group.size() for name in parameters.own]
+        weights = [1.0 if parameters.is_split(name) else 1 / parameters.tensor_degree for name in parameters.own]
         return SharedClip(
             recorder=self.recorder, group=group, weight_T=torch.tensor(weights, device=self.place.device)
         )
@@ -278,6 +296,8 @@ class Trainer:
                 compiled=None,
             )
             right_N = self._is_right(data, settings)
+        if self.plan.shares_out:
+            give_up_whole(self.model)
         with self.recorder.position.waiting("accuracies"):
             counts = [[right_N[rows].sum(), torch.tensor(rows.numel())] for rows in data.mask_rows.values()]
             totals = torch.tensor([[int(right), int(total)] for right, total in counts], device=self.place.device)

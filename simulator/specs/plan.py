@@ -322,6 +322,11 @@ class Plan:
         return self.mesh.num_ranks
 
     @property
+    def shares_out(self) -> bool:
+        """Whether ranks share parameters out."""
+        return self.shard_parameters is not ParameterSharding.NONE
+
+    @property
     def num_row_ranks(self) -> int:
         """Ranks with rows of their own; others hold the same rows and other heads and columns."""
         return self.mesh.size(ROW_AXES)

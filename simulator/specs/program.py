@@ -40,6 +40,7 @@ class TaskKind(StrEnum):
     ATTENTION_TARGETS = "attention_targets"
     MERGE = "merge"
     LOSS = "loss"
+    SHARD_COPY = "shard_copy"
     CLIP = "clip"
     GRADIENT_NORM = "gradient_norm"
     GRADIENT_SCALE = "gradient_scale"
@@ -80,7 +81,13 @@ COMPRESSIONS = frozenset(
     }
 )
 # Of parameters, gradients and the optimizer's state, which are fp32 whatever the activations are.
-UPDATES = COMPRESSIONS | {TaskKind.CLIP, TaskKind.GRADIENT_NORM, TaskKind.GRADIENT_SCALE, TaskKind.OPTIMIZER}
+UPDATES = COMPRESSIONS | {
+    TaskKind.SHARD_COPY,
+    TaskKind.CLIP,
+    TaskKind.GRADIENT_NORM,
+    TaskKind.GRADIENT_SCALE,
+    TaskKind.OPTIMIZER,
+}
 
 _ATTENTION_FIELDS = (
     "targets",
@@ -126,6 +133,8 @@ SHAPE_FIELDS: dict[TaskKind, tuple[str, ...]] = {
     # Attention over a second set of edges into that over a first one, in place; of the rows, the last have such edges.
     TaskKind.MERGE: ("rows", "rows_merged", "heads", "head_size"),
     TaskKind.LOSS: ("rows", "rows_labelled", "columns"),
+    # Numbers of a share of a layer's parameters to a message, or gradients; those of the shares of all ranks back.
+    TaskKind.SHARD_COPY: ("shares", "elements"),
     TaskKind.CLIP: ("elements", "tensors"),
     # Both halves of a clip, where ranks sum what they know of the norm in between.
     TaskKind.GRADIENT_NORM: ("elements", "tensors"),

@@ -582,6 +582,33 @@ def _tensor_parallel() -> dict[str, ParityCase]:
     }
 
 
+def _shared_out() -> dict[str, ParityCase]:
+    """Return plans whose ranks share parameters out, with every other axis."""
+    zero2, zero3 = ParameterSharding.ZERO2, ParameterSharding.ZERO3
+    extras: dict[str, Any] = {"extras": True, "recompute": (KEEP, AGAIN)}
+    replicas = ParityCase(data_parallel_degree=2, num_parts=5, cut="lonely last", num_heads=4, shard_parameters=zero3)
+    group = ParityCase(graph_parallel_degree=2, exchange=(HALO, ALL_GATHER), num_heads=4, shard_parameters=zero3)
+    return {
+        "2 replicas, shared out": replicas,
+        "2 replicas, shared out, kept for the backward pass": replace(replicas, shard_parameters=zero2, **extras),
+        "2 replicas, shared out, samples": ParityCase(
+            data_parallel_degree=2, num_parts=2, fan_outs=(3, 2), seeds_per_batch=5, shard_parameters=zero3
+        ),
+        "2 graph ranks, shared out": replace(group, **extras),
+        "2 graph ranks, shared out, overlapped": replace(group, overlaps=True, graph_name="sparse", extras=True),
+        "4 graph ranks, shared out, all recomputed": replace(
+            group, graph_parallel_degree=4, exchange=(HEADS, HALO), recompute=(AGAIN, AGAIN)
+        ),
+        "2 replicas of 2 graph ranks, shared out": replace(
+            group, data_parallel_degree=2, num_parts=5, shard_parameters=zero2, **extras
+        ),
+        "2 replicas of 2 tensor ranks, shared out": replace(replicas, tensor_parallel_degree=2, **extras),
+        "2 graph ranks of 2 tensor ranks, shared out": replace(
+            group, tensor_parallel_degree=2, shard_parameters=zero2, **extras
+        ),
+    }
+
+
 def _bfloat16() -> dict[str, ParityCase]:
     half = Dtype.BFLOAT16
     return {
@@ -633,6 +660,13 @@ def _bfloat16() -> dict[str, ParityCase]:
         },
         "2 tensor ranks, bf16": ParityCase(
             tensor_parallel_degree=2, precision=half, extras=True, recompute=(KEEP, AGAIN)
+        ),
+        "2 graph ranks of 2 tensor ranks, shared out, bf16": ParityCase(
+            graph_parallel_degree=2,
+            tensor_parallel_degree=2,
+            exchange=(HALO, ALL_GATHER),
+            shard_parameters=ParameterSharding.ZERO3,
+            precision=half,
         ),
         "2 graph ranks of 2 tensor ranks, bf16": ParityCase(
             graph_parallel_degree=2, tensor_parallel_degree=2, exchange=(HALO, ALL_GATHER), precision=half
@@ -690,6 +724,7 @@ EXACT_CASES = {
     **_beside_the_backward_pass(),
     **_loaded_and_beside(),
     **_tensor_parallel(),
+    **_shared_out(),
 }
 ROUNDED_CASES = _bfloat16()
 LOSSY_CASES = _lossy()
