@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from simulator.sharding import row_dim, share_of, tensor_dim
@@ -86,7 +86,7 @@ class RankParameters:
         parameter, view = self._models[name], tensor
         if tensor.shape != self.own[name].shape:
             return tensor  # such as the optimizer's count of steps
-        is_triple = name.endswith("query_key_value.weight")
+        is_triple = _runs(name) > 1
         if is_triple:
             view = tensor.unflatten(0, (3, -1))
         if not isinstance(parameter, DTensor):
@@ -101,17 +101,26 @@ class RankParameters:
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
         """Return the whole of what a rank has a share of; all ranks call it in one order."""
-        stored = self.stored(name, tensor)
-        if isinstance(stored, DTensor):
-            stored = stored.full_tensor()
-        return stored.reshape(self.shapes[name]) if tensor.shape == self.own[name].shape else stored
+        dim, found, shape = tensor_dim(name), tensor, self.shapes[name]
+        split = dim is not None and self._tensor_mesh is not None
+        if self._row_mesh is not None:
+            own = list(shape)
+            if dim is not None:
+                own[dim] //= self.tensor_degree
+            found = _gathered(found, self._row_mesh, row_dim(name), tuple(own))
+        if split:
+            assert dim is not None and self._tensor_mesh is not None
+            runs = _runs(name)
+            by_run = found.unflatten(dim, (runs, -1))
+            whole = (*shape[:dim], runs, shape[dim] // runs, *shape[dim + 1 :])
+            found = _gathered(by_run, self._tensor_mesh, dim + 1, whole).flatten(dim, dim + 1)
+        return found
 
     def share(self, name: str, whole: Tensor) -> Tensor:
         """Return this rank's share of a whole parameter."""
         found = whole
         if (dim := tensor_dim(name)) is not None and self._tensor_mesh is not None:
-            runs = 3 if name.endswith("query_key_value.weight") else 1
-            pieces = found.unflatten(dim, (runs, self.tensor_degree, -1))
+            pieces = found.unflatten(dim, (_runs(name), self.tensor_degree, -1))
             found = pieces.select(dim + 1, self._tensor_mesh.get_local_rank()).flatten(dim, dim + 1)
         if self._row_mesh is not None:
             dim, size, rank = row_dim(name), self._row_mesh.size(), self._row_mesh.get_local_rank()
@@ -129,6 +138,18 @@ class RankParameters:
     def is_split(self, name: str) -> bool:
         """Return whether ranks of the axis "tp" hold other numbers of a parameter."""
         return self._tensor_mesh is not None and tensor_dim(name) is not None
+
+
+def _runs(name: str) -> int:
+    """Return how many runs a rank has of the dimension that tensor parallelism splits: of queries, keys and values."""
+    return 3 if name.endswith("query_key_value.weight") else 1
+
+
+def _gathered(tensor: Tensor, mesh: DeviceMesh, dim: int, shape: tuple[int, ...]) -> Tensor:
+    """Return the whole of what the ranks of a mesh have shares of."""
+    size = torch.Size(shape)
+    shares = DTensor.from_local(tensor, mesh, [Shard(dim)], run_check=False, shape=size, stride=_strides(size))
+    return shares.full_tensor()
 
 
 def _leaf(parameter: Tensor) -> Tensor:

@@ -39,12 +39,15 @@ def share_out(model: nn.Module, mesh: DeviceMesh, how: ParameterSharding, record
     units = [(name, child) for name, child in model.named_children() if name.startswith("layer")]
     for name, unit in [*units, (REST, model)]:
         keeps = unit is model or how is ParameterSharding.ZERO2
+        gather = _Gather(recorder=recorder, name=f"parameters.{name}")
+        if not keeps:
+            unit.register_forward_hook(gather.watch)  # before the hooks of `fully_shard`
         fully_shard(unit, mesh=mesh, reshard_after_forward=not keeps, shard_placement_fn=placement)
         assert isinstance(unit, FSDPModule)
         # A step's loss is over the rows of all ranks, so gradients are summed as they are.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
-        unit.set_custom_all_gather(_Gather(recorder=recorder, name=f"parameters.{name}"))  # type: ignore[arg-type]
+        unit.set_custom_all_gather(gather)  # type: ignore[arg-type]
         unit.set_custom_reduce_scatter(_Scatter(recorder=recorder, name=f"gradients.{name}"))  # type: ignore[arg-type]
 
 
@@ -55,12 +58,25 @@ def give_up_whole(model: nn.Module) -> None:
             module.reshard()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Gather:
-    """What `fully_shard` calls to gather a layer: first for memory, then for the collective."""
+    """What `fully_shard` calls to gather a layer: first for memory, then for the collective.
+
+    In the forward pass what was gathered is unpacked at once; backward a layer is gathered while a later one's pass goes
+    on, and unpacked when its own begins.
+    """
 
     recorder: Recorder
     name: str
+    _unpacked_shape: tuple[int, int] = (0, 0)
+
+    def watch(self, _: nn.Module, arguments: Any, output: Tensor) -> None:
+        """Take note of a layer's output, whose gradient begins the layer's backward pass."""
+        if output.requires_grad:
+            output.register_hook(self._begin_backward)
+
+    def _begin_backward(self, _: Tensor) -> None:
+        self.recorder.open(f"{self.name}.unpack", TaskKind.SHARD_COPY, Phase.BACKWARD, self._unpacked_shape)
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for all shares, into which the own one is copied next."""
@@ -80,7 +96,11 @@ class _Gather:
             work: dist.Work | None = all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
         if mark is not None:
             mark.stream = Stream.GRADIENTS
-        self.recorder.open(f"{self.name}.unpack", TaskKind.SHARD_COPY, phase, (len(ranks), input_tensor.numel()))
+        self._unpacked_shape = len(ranks), input_tensor.numel()
+        if phase is Phase.FORWARD:
+            self.recorder.open(f"{self.name}.unpack", TaskKind.SHARD_COPY, phase, self._unpacked_shape)
+        else:
+            self.recorder.pause()
         return work
 
 

@@ -22,6 +22,7 @@ def violations(plan: Plan, graph: GraphSpec, model: ModelSpec, cluster: ClusterS
         return mesh  # how many heads a rank has is not known
     return [
         *mesh,
+        *_sharing_violations(plan, model),
         *_batch_violations(plan),
         *_sample_violations(plan, model),
         *_loading_violations(plan),
@@ -43,6 +44,11 @@ def training_violations(plan: Plan, train: TrainSpec, cluster: ClusterSpec) -> l
         found.append(
             f"train.compile_dense must be false when {plan.tensor_parallel_degree=}: between the dense operations of a "
             "layer its ranks sum, and each piece would be compiled for itself"
+        )
+    if train.compile_dense and plan.shares_out:
+        found.append(
+            f"train.compile_dense must be false when shard_parameters is {plan.shard_parameters}: the weights of a "
+            "layer come and go"
         )
     if train.compile_dense and not plan.is_full_graph:
         found.append(
@@ -88,6 +94,35 @@ def _tensor_violations(plan: Plan, model: ModelSpec) -> list[str]:
         found.append(
             f"tensor_parallel_degree must be 1 with {Exchange.HIERARCHICAL_HALO}, got {degree}: its ranks of a host "
             "follow one another, and those of a graph group do not; use halo"
+        )
+    return found
+
+
+def _sharing_violations(plan: Plan, model: ModelSpec) -> list[str]:
+    """Say why parameters cannot be shared out as a plan asks, or which of its choices would have no effect then."""
+    if not plan.shares_out:
+        return []
+    found, field = [], f"shard_parameters is {plan.shard_parameters}"
+    if plan.num_row_ranks == 1:
+        return [
+            f"shard_parameters must be none when data_parallel_degree and graph_parallel_degree are 1, got "
+            f"{plan.shard_parameters}: there is no rank to share with"
+        ]
+    if model.width % plan.num_row_ranks:
+        found.append(
+            f"data_parallel_degree * graph_parallel_degree = {plan.num_row_ranks} must divide {model.width=} when "
+            f"{field}: ranks share columns evenly; use another number of ranks, or none"
+        )
+    if plan.overlap_gradients:
+        found.append(f"overlap_gradients must be false when {field}: gradients are summed layer by layer anyway")
+    if plan.gradient_compression.kind is not CompressionKind.NONE:
+        found.append(
+            f"gradient_compression must be none when {field}, got {plan.gradient_compression}: no whole gradients travel"
+        )
+    if plan.step_mode is not StepMode.EAGER:
+        found.append(
+            f"step_mode must be eager when {field}, got {plan.step_mode}: memory of parameters is given up and taken "
+            "again in each step"
         )
     return found
 
@@ -192,7 +227,7 @@ def _gradient_violations(plan: Plan, graph: GraphSpec, model: ModelSpec) -> list
             f"(graph_parallel_degree = {plan.graph_parallel_degree}, {rank_heads(plan, model)} heads): they have fewer "
             "tasks, and would begin buckets in another place"
         )
-    if plan.num_row_ranks == 1:
+    if plan.num_row_ranks == 1 or plan.shares_out:
         return found
     buckets = buckets_of(rank_parameter_shapes(plan, graph, model), plan.gradient_bucket_bytes)
     largest = max(bucket.num_elements for bucket in buckets)

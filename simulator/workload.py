@@ -8,14 +8,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from simulator.exchange_tasks import AttentionLowering, EdgeCounts, GroupWork, HostWork, Operation, same
-from simulator.gradients import PARAMETER_BYTES, ReductionSchedule, ReductionTask, reduction_schedule
+from simulator.gradients import LOSS_TASK, PARAMETER_BYTES, ReductionSchedule, ReductionTask, reduction_schedule
 from simulator.exchanges import rank_columns
 from simulator.likeness import replicas_that_stand_for_others
-from simulator.sharding import tensor_shapes
+from simulator.sharding import REST, Shapes, share_elements, tensor_shapes, units_of
 from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import NUM_DEGREE_BUCKETS, EdgeBias, ModelSpec
-from simulator.specs.plan import Exchange, Plan, Recompute, SampledBatches, SampledLayer, batch_parts, seed_ranges
+from simulator.specs.plan import Exchange, ParameterSharding, Plan, Recompute, SampledBatches, SampledLayer, batch_parts, seed_ranges
 from simulator.specs.program import (
     ATTENTIONS,
     Phase,
@@ -330,11 +330,21 @@ def parameter_shapes(graph: GraphSpec, model: ModelSpec) -> tuple[tuple[str, tup
     return tuple(shapes)
 
 
-def rank_parameter_shapes(
-    plan: Plan, graph: GraphSpec, model: ModelSpec
-) -> tuple[tuple[str, tuple[int, ...]], ...]:
+def rank_parameter_shapes(plan: Plan, graph: GraphSpec, model: ModelSpec) -> Shapes:
     """Return name and shape of what a rank computes with of every parameter."""
     return tensor_shapes(plan, parameter_shapes(graph, model))
+
+
+def num_updated(plan: Plan, graph: GraphSpec, model: ModelSpec, row_rank: int) -> int:
+    """Return the numbers of parameters that a rank updates: all that it computes with, or its share of them.
+
+    Args:
+        row_rank: which of the ranks with rows of their own it is.
+    """
+    shapes = rank_parameter_shapes(plan, graph, model)
+    if plan.shares_out:
+        return share_elements(shapes, plan.num_row_ranks, row_rank)
+    return sum(math.prod(shape) for _, shape in shapes)
 
 
 def num_parameters(graph: GraphSpec, model: ModelSpec) -> int:
@@ -352,7 +362,7 @@ def gradient_reductions(
         bucket_bytes=plan.gradient_bucket_bytes,
         compression=plan.gradient_compression,
         overlaps=plan.overlap_gradients,
-        num_ranks=plan.num_row_ranks,
+        num_ranks=1 if plan.shares_out else plan.num_row_ranks,
     )
 
 
@@ -380,11 +390,12 @@ def lower(
     works = works or rank_work(plan, step=step, seed=seed)
     made = rank_work(plan, step=step + plan.prefetch_batches, seed=seed) if is_other else works
     works, made = _of_replicas_alike(works, made, plan.num_replica_ranks, alike_ratio)
-    number_of: dict[tuple[int, int, int], int] = {}  # by identity of what is held, and place in the replica
+    number_of: dict[tuple[int, int, int, int], int] = {}  # by identity of what is held, place in the replica, share
     first_ranks: list[int] = []
     list_of_rank: list[int] = []
     for rank, (work, made_work) in enumerate(zip(works, made, strict=True)):
-        key = (id(work), id(made_work), rank % plan.num_replica_ranks)
+        share = num_updated(plan, graph, model, plan.row_rank(rank)) if plan.shares_out else 0
+        key = (id(work), id(made_work), rank % plan.num_replica_ranks, share)
         if key not in number_of:
             number_of[key] = len(first_ranks)
             first_ranks.append(rank)
@@ -450,11 +461,16 @@ class _RankLowering:
     _graph_group: tuple[int, ...] = field(init=False)
     _tensor_group: tuple[int, ...] = field(init=False)
     _gradient_group: tuple[int, ...] = field(init=False)
+    _units: dict[str, int] = field(default_factory=dict)  # of parameters that are shared out, the size of a share
+    _of_unit: dict[str, int] = field(default_factory=dict)  # the latest gather, unpacking or sum of each, by name
 
     def __post_init__(self) -> None:
         self._graph_group = self.plan.graph_group(self.rank)
         self._tensor_group = self.plan.tensor_group(self.rank)
         self._gradient_group = self.plan.gradient_group(self.rank)
+        if self.plan.shares_out:
+            units = units_of(rank_parameter_shapes(self.plan, self.graph, self.model))
+            self._units = {name: share_elements(shapes, self.plan.num_row_ranks) for name, shapes in units.items()}
 
     def tasks_of_step(self) -> tuple[Task, ...]:
         """Return batch, forward, backward and update of this rank."""
@@ -463,12 +479,23 @@ class _RankLowering:
         operations = [*self._input(), *(operation for layer in layers for operation in layer), *self._head()]
         names = [operation.name for operation in operations if operation.backward_kind is not None]
         self._reductions = self._schedule(tuple(names))
-        for operation in operations:
-            self._add_forward(operation, Phase.FORWARD)
+        self._add_gather(REST, Phase.FORWARD)
+        self._add_unpacking(REST, Phase.FORWARD)
+        for index, layer in enumerate([self._input(), *layers, self._head()], start=-1):
+            if 0 <= index < len(layers):
+                self._add_gather(f"layer{index}", Phase.FORWARD, behind=f"unpack{index - 2}")
+                self._add_unpacking(f"layer{index}", Phase.FORWARD)
+            for operation in layer:
+                self._add_forward(operation, Phase.FORWARD)
         self._add_reductions(self._reductions.before_backward())
         for operation in reversed(self._head()):
             self._add_backward(operation)
+            if operation.kind is TaskKind.LOSS:
+                self._add_gather_ahead(self.model.num_layers - 1)
         for index in reversed(range(self.model.num_layers)):
+            if self.plan.shard_parameters is ParameterSharding.ZERO3:
+                self._add_unpacking(f"layer{index}", Phase.BACKWARD)
+                self._add_gather_ahead(index - 1)
             backward = list(reversed(layers[index]))
             if self.plan.recompute[index] is Recompute.LAYER:
                 # The last task, a sum, saved nothing; the one before it asks for what it saved.
@@ -479,8 +506,10 @@ class _RankLowering:
                     self._add_forward(operation, Phase.RECOMPUTE)
             for operation in backward:
                 self._add_backward(operation)
+            self._add_scatter(f"layer{index}")
         for operation in reversed(self._input()):
             self._add_backward(operation)
+        self._add_scatter(REST)
         self._add_update()
         return tuple(self.tasks)
 
@@ -584,10 +613,11 @@ class _RankLowering:
         return [same(name, TaskKind.DROPOUT, (rows, self.model.width))]
 
     def _add_update(self) -> None:
-        shapes = [shape for _, shape in rank_parameter_shapes(self.plan, self.graph, self.model)]
-        sizes = [math.prod(shape) for shape in shapes]
+        num_tensors = len(parameter_shapes(self.graph, self.model))
         self._add_reductions(self._reductions.rest())
-        update_shape = (sum(sizes), len(sizes))
+        if self.plan.shares_out:
+            self._add(LOSS_TASK, TaskKind.ALL_REDUCE, Phase.UPDATE, (PARAMETER_BYTES,), Dtype.FLOAT32)
+        update_shape = (num_updated(self.plan, self.graph, self.model, self.plan.row_rank(self.rank)), num_tensors)
         # What goes on beside the others ends in order, so its last task stands for all.
         last = next(reversed(self._beside), "")
         self._add_clip(update_shape, last)
@@ -599,15 +629,87 @@ class _RankLowering:
         Args:
             last: name of the last reduction beside the others.
         """
-        if len(self._tensor_group) == 1:
+        ranks = tuple(range(self.plan.num_ranks)) if self.plan.shares_out else self._tensor_group
+        if len(ranks) == 1:
             self._add("clip", TaskKind.CLIP, Phase.UPDATE, shape, Dtype.FLOAT32, result_of=last)
             return
-        self._add("clip.norm", TaskKind.GRADIENT_NORM, Phase.UPDATE, shape, Dtype.FLOAT32, result_of=last)
-        norm_shape = (PARAMETER_BYTES,)
-        self._add(
-            "clip.reduce", TaskKind.ALL_REDUCE, Phase.UPDATE, norm_shape, Dtype.FLOAT32, ranks=self._tensor_group
-        )
+        sums = [index for name, index in self._of_unit.items() if name.startswith("sum")]
+        self._add("clip.norm", TaskKind.GRADIENT_NORM, Phase.UPDATE, shape, Dtype.FLOAT32, result_of=last, behind=sums)
+        self._add("clip.reduce", TaskKind.ALL_REDUCE, Phase.UPDATE, (PARAMETER_BYTES,), Dtype.FLOAT32, ranks=ranks)
         self._add("clip", TaskKind.GRADIENT_SCALE, Phase.UPDATE, shape, Dtype.FLOAT32)
+
+    # --- Parameters that are shared out. Packing a share and gathering go on beside other tasks, as does summing.
+
+    def _add_gather(self, unit: str, phase: Phase, *, behind: str = "") -> None:
+        """Add the gathering of a layer's parameters, or of those of input and head.
+
+        Args:
+            behind: name of what has to be done before, in `_of_unit`: memory of the layer before last is given up.
+        """
+        if unit not in self._units:
+            return
+        share, waits_for = self._units[unit], self._of_unit.get(behind)
+        index = self._add_apart(
+            f"parameters.{unit}.pack", TaskKind.SHARD_COPY, phase, (1, share), {waits_for} - {None}
+        )
+        bytes_sent = (share * PARAMETER_BYTES,)
+        self._of_unit[f"gather {unit}"] = self._add_apart(
+            f"parameters.{unit}", TaskKind.ALL_GATHER, phase, bytes_sent, {index}
+        )
+
+    def _add_gather_ahead(self, index: int) -> None:
+        """Add the gathering of a layer for its backward pass, if there is one, while a later layer's goes on."""
+        if index >= 0 and self.plan.shard_parameters is ParameterSharding.ZERO3:
+            self._add_gather(f"layer{index}", Phase.BACKWARD, behind=f"unpack{index + 1}")
+
+    def _add_unpacking(self, unit: str, phase: Phase) -> None:
+        """Add the copying of gathered parameters to where they are used."""
+        if unit in self._units:
+            self._of_unit[f"unpack{unit.removeprefix('layer')}"] = len(self.tasks)
+            shape = (self.plan.num_row_ranks, self._units[unit])
+            gathered = [self._of_unit[f"gather {unit}"]]
+            self._add(f"parameters.{unit}.unpack", TaskKind.SHARD_COPY, phase, shape, Dtype.FLOAT32, behind=gathered)
+
+    def _add_scatter(self, unit: str) -> None:
+        """Add the sum of gradients of which each rank gets those of its share; one is on its way at a time."""
+        if unit not in self._units:
+            return
+        ranks, share = self.plan.num_row_ranks, self._units[unit]
+        before = [index for name, index in self._of_unit.items() if name.startswith("sum")]
+        packed = len(self.tasks)
+        pack_shape = (ranks, share)
+        self._add(
+            f"gradients.{unit}.pack",
+            TaskKind.SHARD_COPY,
+            Phase.UPDATE,
+            pack_shape,
+            Dtype.FLOAT32,
+            behind=before[-1:],
+        )
+        bytes_sent = (ranks * share * PARAMETER_BYTES,)
+        self._of_unit[f"sum {unit}"] = self._add_apart(
+            f"gradients.{unit}", TaskKind.REDUCE_SCATTER, Phase.UPDATE, bytes_sent, {packed}
+        )
+
+    def _add_apart(
+        self, base: str, kind: TaskKind, phase: Phase, shape: tuple[int, ...], waits_for: Collection[int]
+    ) -> int:
+        """Add a task on the stream of gradients that no later task waits for unless it says so; return its index."""
+        waits_for = {index for index in waits_for if self.tasks[index].stream is not Stream.GRADIENTS}
+        self.tasks.append(
+            Task(
+                name=task_name(base, phase),
+                kind=kind,
+                phase=phase,
+                shape=shape,
+                dtype=Dtype.FLOAT32,
+                stream=Stream.GRADIENTS,
+                waits_for=tuple(sorted(waits_for)),
+                group=self._gradient_group if kind.is_collective else (),
+                blocks_host=self.blocks_host,
+            )
+        )
+        return len(self.tasks) - 1
 
     def _add_forward(self, operation: Operation, phase: Phase) -> None:
         if operation.kind is not None:
@@ -653,18 +755,22 @@ class _RankLowering:
         is_in_flight: bool = False,
         joins: bool = False,
         ranks: tuple[int, ...] = (),
+        behind: Collection[int] = (),
     ) -> None:
         """Add a task behind the one before it, which none waits for that goes on beside the others.
 
         Args:
             result_of: name of a reduction beside the others that the task waits for.
             is_in_flight, joins, ranks: as of an `Operation`.
+            behind: indices of tasks that it waits for.
         """
         stream = stream_of(kind)
         is_of_gradients = kind.is_collective and phase is Phase.UPDATE and not ranks
         is_beside = is_of_gradients and self.plan.overlap_gradients
         stream = Stream.GRADIENTS if is_beside else stream
-        waits_for = {self._beside[result_of]} if result_of in self._beside else set()
+        waits_for = {index for index in behind if self.tasks[index].stream is not stream}
+        if result_of in self._beside:
+            waits_for.add(self._beside[result_of])
         previous = self._previous
         if previous is not None and self.tasks[previous].stream is not stream and previous not in self._in_flight:
             waits_for.add(previous)

@@ -53,6 +53,7 @@ _SHAPES: dict[TaskKind, tuple[tuple[int, ...], ...]] = {
     ),
     TaskKind.MERGE: tuple((rows, rows // 2, 4, width // 4) for rows in _ROWS for width in _WIDTHS),
     TaskKind.LOSS: tuple((rows, rows // 2, 8) for rows in _ROWS),
+    TaskKind.SHARD_COPY: ((2, 5_000), (2, 500_000)),
     TaskKind.CLIP: ((10_000, 20), (1_000_000, 20)),
     TaskKind.GRADIENT_NORM: ((10_000, 20), (1_000_000, 20)),
     TaskKind.GRADIENT_SCALE: ((10_000, 20), (1_000_000, 20)),

@@ -96,6 +96,8 @@ def build_case(
             run = _runner(make, operations.TARGET_ROWS, make.rows(rows, columns), make.rows(rows, columns), kept)
         case TaskKind.CLUSTER_BATCH | TaskKind.SAMPLED_BATCH:
             return build_batch_case(kind, shape, dtype, device)
+        case TaskKind.SHARD_COPY:
+            run = _shard_copy_runner(shape, make)
         case TaskKind.CLIP | TaskKind.GRADIENT_NORM | TaskKind.GRADIENT_SCALE | TaskKind.OPTIMIZER:
             run = _update_runner(kind, shape, make)
         case _ if kind in COMPRESSIONS:
@@ -231,6 +233,21 @@ def build_attention_case(
             graph, row_bytes=2 * width * dtype.num_bytes, cache_bytes=cache_bytes
         ),
     )
+
+
+def _shard_copy_runner(shape: tuple[int, ...], make: _Inputs) -> Callable[[Recorder], None]:
+    """Return a run of the copy of a layer's gathered parameters, about ten tensors, to where they are used."""
+    shares, elements = shape
+    sizes = [len(chunk) for chunk in torch.empty(elements, device="meta").chunk(10)]
+    gathered = torch.zeros(shares, elements, device=make.device)
+    out = [torch.empty(shares, size, device=make.device) for size in sizes]
+
+    def run(recorder: Recorder) -> None:
+        make.evict()
+        with recorder.task(TASK_NAME, TaskKind.SHARD_COPY, Phase.UPDATE, shape):
+            torch.split_with_sizes_copy(gathered, sizes, dim=1, out=out)
+
+    return run
 
 
 def _update_runner(kind: TaskKind, shape: tuple[int, ...], make: _Inputs) -> Callable[[Recorder], None]:

@@ -179,6 +179,7 @@ def case_shapes(effort: Effort) -> Iterator[tuple[TaskKind, tuple[int, ...]]]:
         for kind in (TaskKind.CLIP, TaskKind.GRADIENT_NORM, TaskKind.GRADIENT_SCALE):
             yield kind, (elements, 40)
         yield TaskKind.OPTIMIZER, (elements, 40)
+        yield TaskKind.SHARD_COPY, (2, elements // 2)
     for elements in (20_000, 2_000_000):
         yield TaskKind.GRADIENT_CAST, (elements,)
         yield TaskKind.TOP_K_SELECT, (elements, elements // 100)

@@ -26,6 +26,7 @@ KIND_COLOURS: dict[TaskKind, str] = {
     TaskKind.ATTENTION_TARGETS: "#c05621",
     TaskKind.MERGE: "#9c4221",
     TaskKind.LOSS: "#c53030",
+    TaskKind.SHARD_COPY: "#b9c3d0",
     TaskKind.CLIP: "#a0aec0",
     TaskKind.GRADIENT_NORM: "#a0aec0",
     TaskKind.GRADIENT_SCALE: "#8795a8",

@@ -405,6 +405,44 @@ CASES = {
         chunk_bytes=30 * KIB,
         model=dataclasses.replace(FOUR_HEADS, edge_bias=EdgeBias.DEGREE),
     ),
+    "shared out, clusters on two": Case(
+        data_parallel_degree=2, num_parts=4, model=DROPOUT, shard_parameters=ParameterSharding.ZERO3
+    ),
+    "shared out, kept for the backward pass": Case(
+        graph_parallel_degree=2,
+        exchange=(HALO, GATHER),
+        recompute=(KEEP, AGAIN),
+        model=DROPOUT,
+        shard_parameters=ParameterSharding.ZERO2,
+    ),
+    "shared out, three layers": Case(
+        graph_parallel_degree=2,
+        exchange=(HALO, GATHER, HALO),
+        recompute=(AGAIN, KEEP, AGAIN),
+        model=EVERYTHING,
+        precision=Dtype.BFLOAT16,
+        is_sparse=True,
+        shard_parameters=ParameterSharding.ZERO3,
+    ),
+    "shared out by three": Case(
+        data_parallel_degree=3, num_parts=3, model=EVERYTHING, shard_parameters=ParameterSharding.ZERO3,
+        exchange=(Exchange.NONE,) * 3, recompute=(KEEP,) * 3,
+    ),
+    "shared out, tensor": Case(
+        data_parallel_degree=2,
+        tensor_parallel_degree=2,
+        num_parts=4,
+        model=FOUR_HEADS,
+        shard_parameters=ParameterSharding.ZERO3,
+    ),
+    "shared out, tensor, halo": Case(
+        graph_parallel_degree=2,
+        tensor_parallel_degree=2,
+        exchange=(HALO, HALO),
+        overlaps=True,
+        model=FOUR_HEADS,
+        shard_parameters=ParameterSharding.ZERO2,
+    ),
 }
 
 

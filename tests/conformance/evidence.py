@@ -222,8 +222,9 @@ def _expected_operators(task: Task) -> Sequence[Expected | ExpectedOperand]:
         case TaskKind.LOW_RANK_PROJECT | TaskKind.LOW_RANK_RESTORE:
             return [_aten("mm") for _ in range(task.shape[1])]
         case TaskKind.OPTIMIZER:
-            # The buffer of gradients holds the loss too.
-            return [_aten("_fused_adamw_"), _aten("zero_", (task.shape[0] + 1,), dtype=task.dtype)]
+            return [_aten("_fused_adamw_")]
+        case TaskKind.SHARD_COPY:
+            return [_shard_copy(task)]
         case _:
             return []
 
@@ -289,6 +290,16 @@ def _packing(task: Task) -> list[Expected]:
     # A view of the first rows, which is no operator at all where they are all there are.
     taken = Expected(names=("aten::slice",), dims=((others, columns),), numbers=((3, str(rows)),))
     return [taken] if others > rows else []
+
+
+def _shard_copy(task: Task) -> Expected | ExpectedOperand:
+    """Return what copies parameters or gradients between tensors and a message."""
+    shares, elements = task.shape
+    if task.phase is Phase.UPDATE:
+        return ExpectedOperand(sizes=((shares, elements),))
+    if shares == 1:
+        return Expected(names=("fsdp::all_gather_copy_in",), dims=(), numbers=((3, str(elements)),))
+    return Expected(names=("fsdp::split_with_sizes_copy",), dims=((shares, elements),))
 
 
 def _copied_rows(rows: int, columns: int) -> ExpectedOperand:

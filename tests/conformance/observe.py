@@ -30,6 +30,7 @@ import executor.exchange
 import executor.operations
 import executor.overlap
 import executor.reduction
+import executor.shared_out
 from executor.attention.graph import EdgeGraph
 from executor.attention.parts import Attended
 from executor.compression import Factors
@@ -321,6 +322,8 @@ def _probes() -> Iterator[list[Probe]]:
             (dist, "all_reduce", _all_reduce_call),
             (executor.exchange, "all_gather_single", functools.partial(_call_with_output, "all_gather")),
             (executor.exchange, "reduce_scatter_single", functools.partial(_call_with_output, "reduce_scatter")),
+            (executor.shared_out, "all_gather_single", functools.partial(_call_with_output, "all_gather")),
+            (executor.shared_out, "reduce_scatter_single", functools.partial(_call_with_output, "reduce_scatter")),
             (executor.reduction, "all_gather_single", functools.partial(_call_with_output, "all_gather")),
             (executor.compression, "select_entries", _selection),
             (executor.compression, "sum_entries", _entries),
