@@ -1,6 +1,5 @@
 """Clips gradients to a norm, also where ranks hold other numbers of them; without a device sync."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,13 +16,13 @@ def clip_flat_gradient_(flat: Tensor, max_norm: float) -> None:
     flat.mul_(_factor(torch.linalg.vector_norm(flat), max_norm))
 
 
-def sum_of_squares(gradients: Sequence[Tensor], weight_T: Tensor) -> Tensor:
+def sum_of_squares(gradients: list[Tensor], weight_T: Tensor) -> Tensor:
     """Return the sum of the squares of all numbers, [], those of each tensor weighted."""
     norms = torch._foreach_norm(gradients)
     return torch.dot(torch.stack(norms).square(), weight_T)
 
 
-def scale_(gradients: Sequence[Tensor], factor: Tensor) -> None:
+def scale_(gradients: list[Tensor], factor: Tensor) -> None:
     """Multiply gradients in place."""
     torch._foreach_mul_(gradients, factor)
 
@@ -45,7 +44,7 @@ class SharedClip:
         """Ranks of the group, in order."""
         return tuple(dist.get_process_group_ranks(self.group))
 
-    def clip_(self, gradients: Sequence[Tensor], max_norm: float) -> None:
+    def clip_(self, gradients: list[Tensor], max_norm: float) -> None:
         """Scale gradients down to a norm over all ranks, in place; smaller ones stay."""
         shape = (sum(gradient.numel() for gradient in gradients), len(gradients))
         task = self.recorder.task

@@ -40,9 +40,7 @@ class Dropout(NamedTuple):
         return run(name, operations.DROPOUT, x_ND, self.node_N, self.ratio, self.seeds[index])  # type: ignore[no-any-return]
 
 
-def before_attention(
-    run: Run, weights: Weights, h_ND: Tensor, sums: TensorSums | None = None
-) -> tuple[Tensor, Tensor]:
+def before_attention(run: Run, weights: Weights, h_ND: Tensor, sums: TensorSums | None = None) -> tuple[Tensor, Tensor]:
     """Return queries, [N, D], and keys and values side by side, [N, 2 D]; of own heads, as the weights are.
 
     Args:

@@ -49,7 +49,7 @@ class FlatGradients:
         self._compression = compression or GradientCompression()
         self._wire = Wire(recorder=recorder, world=world, goes_beside=overlap) if world is not None else None
         shapes = [(name, tuple(parameter.shape)) for name, parameter in parameters.items()]
-        leaves = list(reversed(parameters.values()))
+        leaves = list(parameters.values())[::-1]
         sizes = [parameter.numel() for parameter in leaves]
         device = leaves[0].device
         self._buffer = torch.zeros(sum(sizes) + 1, device=device)

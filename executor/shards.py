@@ -6,17 +6,17 @@ them, by name: neither kernels of our own nor fused optimizers take DTensors of 
 DTensors again, so that they are read on any number of ranks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from simulator.sharding import row_dim, share_of, tensor_dim
 
-_COLUMNS_AND_ROWS = {
+_COLUMNS_AND_ROWS: dict[str, Callable[[], ParallelStyle]] = {
     "query_key_value": ColwiseParallel,
     "attention_output": RowwiseParallel,
     "feed_forward_up": ColwiseParallel,
@@ -109,7 +109,8 @@ class RankParameters:
                 own[dim] //= self.tensor_degree
             found = _gathered(found, self._row_mesh, row_dim(name), tuple(own))
         if split:
-            assert dim is not None and self._tensor_mesh is not None
+            assert dim is not None
+            assert self._tensor_mesh is not None
             runs = _runs(name)
             by_run = found.unflatten(dim, (runs, -1))
             whole = (*shape[:dim], runs, shape[dim] // runs, *shape[dim + 1 :])

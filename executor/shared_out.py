@@ -62,8 +62,8 @@ def give_up_whole(model: nn.Module) -> None:
 class _Gather:
     """What `fully_shard` calls to gather a layer: first for memory, then for the collective.
 
-    In the forward pass what was gathered is unpacked at once; backward a layer is gathered while a later one's pass goes
-    on, and unpacked when its own begins.
+    In the forward pass what was gathered is unpacked at once. Backward a layer is gathered while a later one is
+    under way, and unpacked when its own begins.
     """
 
     recorder: Recorder

@@ -198,9 +198,7 @@ class Trainer:
         if group is None:
             return None
         weights = [1.0 if parameters.is_split(name) else 1 / parameters.tensor_degree for name in parameters.own]
-        return SharedClip(
-            recorder=self.recorder, group=group, weight_T=torch.tensor(weights, device=self.place.device)
-        )
+        return SharedClip(recorder=self.recorder, group=group, weight_T=torch.tensor(weights, device=self.place.device))
 
     def whole_weights(self) -> dict[str, Tensor]:
         """Return copies of all parameters on the CPU, whole; every rank calls this together."""

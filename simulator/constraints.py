@@ -11,6 +11,8 @@ from simulator.specs.plan import ROW_EXCHANGES, Exchange, ExchangePayload, Plan,
 from simulator.specs.train import TrainSpec
 from simulator.workload import rank_parameter_shapes
 
+_ALONE = "data_parallel_degree and graph_parallel_degree are 1"
+
 
 def violations(plan: Plan, graph: GraphSpec, model: ModelSpec, cluster: ClusterSpec) -> list[str]:
     """Say why `plan` cannot train `model` on `graph` here, one sentence a reason; empty if it can.
@@ -105,8 +107,7 @@ def _sharing_violations(plan: Plan, model: ModelSpec) -> list[str]:
     found, field = [], f"shard_parameters is {plan.shard_parameters}"
     if plan.num_row_ranks == 1:
         return [
-            f"shard_parameters must be none when data_parallel_degree and graph_parallel_degree are 1, got "
-            f"{plan.shard_parameters}: there is no rank to share with"
+            f"shard_parameters must be none when {_ALONE}, got {plan.shard_parameters}: there is no rank to share with"
         ]
     if model.width % plan.num_row_ranks:
         found.append(
@@ -117,7 +118,8 @@ def _sharing_violations(plan: Plan, model: ModelSpec) -> list[str]:
         found.append(f"overlap_gradients must be false when {field}: gradients are summed layer by layer anyway")
     if plan.gradient_compression.kind is not CompressionKind.NONE:
         found.append(
-            f"gradient_compression must be none when {field}, got {plan.gradient_compression}: no whole gradients travel"
+            f"gradient_compression must be none when {field}, got {plan.gradient_compression}: each rank gets the sum "
+            "of its share"
         )
     if plan.step_mode is not StepMode.EAGER:
         found.append(
@@ -211,11 +213,9 @@ def _gradient_violations(plan: Plan, graph: GraphSpec, model: ModelSpec) -> list
     found = []
     compression = plan.gradient_compression
     if plan.num_row_ranks == 1 and plan.overlap_gradients:
-        found.append(f"overlap_gradients must be false when {plan.num_row_ranks=}: nothing is reduced")
+        found.append(f"overlap_gradients must be false when {_ALONE}: nothing is reduced")
     if plan.num_row_ranks == 1 and compression.kind is not CompressionKind.NONE:
-        found.append(
-            f"gradient_compression must be none when {plan.num_row_ranks=}, got {compression}: nothing is sent"
-        )
+        found.append(f"gradient_compression must be none when {_ALONE}, got {compression}: nothing is sent")
     if plan.overlap_gradients and plan.step_mode is not StepMode.EAGER:
         found.append(
             f"overlap_gradients must be false when step_mode is {plan.step_mode}: there all weights are cast at once, "
@@ -224,8 +224,8 @@ def _gradient_violations(plan: Plan, graph: GraphSpec, model: ModelSpec) -> list
     if plan.overlap_gradients and has_ranks_without_heads(plan, model):
         found.append(
             f"overlap_gradients must be false when head_all_to_all leaves ranks without heads "
-            f"(graph_parallel_degree = {plan.graph_parallel_degree}, {rank_heads(plan, model)} heads): they have fewer "
-            "tasks, and would begin buckets in another place"
+            f"(graph_parallel_degree = {plan.graph_parallel_degree}, num_heads = {rank_heads(plan, model)}): they have "
+            "fewer tasks, and would begin buckets in another place"
         )
     if plan.num_row_ranks == 1 or plan.shares_out:
         return found

@@ -1,6 +1,5 @@
 """Peak bytes of each rank, and where they go."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,12 +14,21 @@ from simulator.exchanges import (
     wire_dtype,
 )
 from simulator.gradients import PARAMETER_BYTES, buckets_of, kept_bytes, passing_bytes
+from simulator.sharding import REST, share_elements, units_of
 from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import EdgeBias, ModelSpec
-from simulator.specs.plan import HALO_EXCHANGES, ROW_EXCHANGES, Exchange, ExchangePayload, Plan, Recompute
+from simulator.specs.plan import (
+    HALO_EXCHANGES,
+    ROW_EXCHANGES,
+    Exchange,
+    ExchangePayload,
+    ParameterSharding,
+    Plan,
+    Recompute,
+)
 from simulator.specs.units import Dimension, format_quantity
-from simulator.workload import RankWork, num_input_columns, rank_parameter_shapes, rank_work
+from simulator.workload import RankWork, num_input_columns, num_updated, rank_parameter_shapes, rank_work
 
 INDEX_BYTES = 8  # torch's indices are int64
 SCORE_BYTES = 4  # softmax is fp32
@@ -94,7 +102,8 @@ def _rank_memory(
         work: of a training step.
         whole: of an evaluation, which always runs on the whole graph.
     """
-    parameters = sum(math.prod(shape) for _, shape in rank_parameter_shapes(plan, graph, model)) * PARAMETER_BYTES
+    updated = num_updated(plan, graph, model, 0) * PARAMETER_BYTES
+    whole_parameters, whole_gradients = _whole_bytes(plan, graph, model)
     layers = range(model.num_layers)
     kind = cluster.device.kind
     kept = [_layer_bytes(plan, model, work, layer, plan.exchange[layer], kind) for layer in layers]
@@ -116,9 +125,9 @@ def _rank_memory(
     step = activations + workspace + messages
     compression = _compression_bytes(plan, graph, model, other_bytes=max(step, evaluation))
     return (
-        ("parameters", parameters),
-        ("gradients", parameters),
-        ("optimizer", 2 * parameters),
+        ("parameters", updated + whole_parameters),
+        ("gradients", updated + whole_gradients),
+        ("optimizer", 2 * updated),
         ("inputs", _resident_input_bytes(plan, graph, model, work, whole)),
         ("activations", activations),
         ("workspace", workspace),
@@ -129,13 +138,34 @@ def _rank_memory(
     )
 
 
+def _whole_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec) -> tuple[int, int]:
+    """Return what whole parameters and gradients take beside shares, where these are all that stays.
+
+    Those of input and head are there throughout. Of layers, either all parameters are kept for the backward pass, or
+    those of the one under way are there with the message that brings the next one's; gradients of the one under way,
+    and the message that takes those of the one before.
+    """
+    if not plan.shares_out:
+        return 0, 0
+    units = units_of(rank_parameter_shapes(plan, graph, model))
+    sizes = {
+        unit: plan.num_row_ranks * share_elements(shapes, plan.num_row_ranks) * PARAMETER_BYTES
+        for unit, shapes in units.items()
+    }
+    rest = sizes.pop(REST)
+    most = max(sizes.values())
+    kept = sum(sizes.values()) if plan.shard_parameters is ParameterSharding.ZERO2 else 2 * most
+    return rest + kept, rest + 2 * most
+
+
 def _compression_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec, *, other_bytes: int) -> int:
     """Return what compressing gradients takes beside the rest.
 
     Args:
         other_bytes: of the backward pass or of an evaluation, free again when gradients are reduced behind it.
     """
-    parameters = rank_parameter_shapes(plan, graph, model) if plan.num_row_ranks > 1 else ()
+    reduces = plan.num_row_ranks > 1 and not plan.shares_out
+    parameters = rank_parameter_shapes(plan, graph, model) if reduces else ()
     buckets = buckets_of(parameters, plan.gradient_bucket_bytes)
     compression, overlaps = plan.gradient_compression, plan.overlap_gradients
     passing = passing_bytes(buckets, compression, num_ranks=plan.num_row_ranks, overlaps=overlaps)
@@ -204,11 +234,11 @@ def _input_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec, work: RankWork)
 def _layer_bytes(plan: Plan, model: ModelSpec, work: RankWork, layer: int, exchange: Exchange, kind: DeviceKind) -> int:
     """Return what autograd saves of one layer.
 
-    Of rows times width: two layer inputs, two norm outputs, and two dropout masks of a byte. Of rows times the own
-    heads' columns, the attention's output; times the own feed-forward columns, the activation's input and output. Attention keeps queries, keys and values of
-    rows and a number of each row and head; of an output of 16 bits, on GPUs also what rounding took from it, and on
-    CPUs, where it overlaps with an exchange, the unrounded output. Where batches are sampled, all rows that the layer
-    gets have the first input, norm and queries, and its targets the rest.
+    Of rows times width: two layer inputs, two norm outputs, and two dropout masks of a byte. Of rows times the columns
+    of own heads, the attention's output; times own feed-forward columns, the activation's input and output. Attention
+    keeps queries, keys and values of rows and a number of each row and head; of an output of 16 bits, on GPUs also what
+    rounding took from it, and on CPUs, where it overlaps with an exchange, the unrounded output. Where batches are
+    sampled, all rows that the layer gets have the first input, norm and queries, and its targets the rest.
     """
     rows, input_rows = work.num_target_rows(layer), work.num_input_rows(layer)
     width, size = model.width, _size(plan)

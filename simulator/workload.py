@@ -8,14 +8,23 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from simulator.exchange_tasks import AttentionLowering, EdgeCounts, GroupWork, HostWork, Operation, same
-from simulator.gradients import LOSS_TASK, PARAMETER_BYTES, ReductionSchedule, ReductionTask, reduction_schedule
 from simulator.exchanges import rank_columns
+from simulator.gradients import LOSS_TASK, PARAMETER_BYTES, ReductionSchedule, ReductionTask, reduction_schedule
 from simulator.likeness import replicas_that_stand_for_others
 from simulator.sharding import REST, Shapes, share_elements, tensor_shapes, units_of
 from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import NUM_DEGREE_BUCKETS, EdgeBias, ModelSpec
-from simulator.specs.plan import Exchange, ParameterSharding, Plan, Recompute, SampledBatches, SampledLayer, batch_parts, seed_ranges
+from simulator.specs.plan import (
+    Exchange,
+    ParameterSharding,
+    Plan,
+    Recompute,
+    SampledBatches,
+    SampledLayer,
+    batch_parts,
+    seed_ranges,
+)
 from simulator.specs.program import (
     ATTENTIONS,
     Phase,
@@ -573,7 +582,7 @@ class _RankLowering:
         ]
 
     def _before_columns(self, name: str, rows: int) -> list[Operation]:
-        """Return what comes before a product that gives a rank's own columns: backward, its rows' gradients are summed."""
+        """Return what comes before a product that gives a rank's own columns: backward, gradients are summed."""
         return [] if len(self._tensor_group) == 1 else [self._reduce(name, rows, is_forward=False)]
 
     def _from_columns(self, name: str, rows: int, columns: int) -> list[Operation]:
@@ -648,10 +657,8 @@ class _RankLowering:
         """
         if unit not in self._units:
             return
-        share, waits_for = self._units[unit], self._of_unit.get(behind)
-        index = self._add_apart(
-            f"parameters.{unit}.pack", TaskKind.SHARD_COPY, phase, (1, share), {waits_for} - {None}
-        )
+        share, waits_for = self._units[unit], {self._of_unit[behind]} if behind in self._of_unit else set()
+        index = self._add_apart(f"parameters.{unit}.pack", TaskKind.SHARD_COPY, phase, (1, share), waits_for)
         bytes_sent = (share * PARAMETER_BYTES,)
         self._of_unit[f"gather {unit}"] = self._add_apart(
             f"parameters.{unit}", TaskKind.ALL_GATHER, phase, bytes_sent, {index}

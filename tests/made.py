@@ -86,7 +86,7 @@ def made_items(kind: TaskKind, shape: tuple[int, ...]) -> int:
             return 3 * merged * heads * head_size
         case TaskKind.TOP_K_SUM:
             return shape[0] + 3 * shape[1] * shape[2]
-        case _ if kind in UPDATES:
+        case _ if kind in UPDATES and kind is not TaskKind.SHARD_COPY:
             return shape[0]
         case TaskKind.CLUSTER_BATCH | TaskKind.SAMPLED_BATCH:
             first, rows, edges, features = shape

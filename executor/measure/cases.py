@@ -256,7 +256,7 @@ def _update_runner(kind: TaskKind, shape: tuple[int, ...], make: _Inputs) -> Cal
     parameters = [torch.zeros_like(chunk).requires_grad_() for chunk in flat.chunk(tensors)]
     for parameter, chunk in zip(parameters, flat.chunk(tensors), strict=True):
         parameter.grad = chunk
-    gradients, weight_T = [chunk for chunk in flat.chunk(tensors)], torch.ones(tensors, device=make.device)
+    gradients, weight_T = list(flat.chunk(tensors)), torch.ones(tensors, device=make.device)
     factor = torch.ones((), device=make.device)
     optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)

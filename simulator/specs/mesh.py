@@ -75,7 +75,8 @@ class MeshShape:
     def group(self, axes: Collection[str], rank: int) -> tuple[int, ...]:
         """Return the ranks that differ from one on some axes alone, ascending, with itself."""
         found, stride = [rank], 1
-        for axis, size, coordinate in zip(reversed(AXES), reversed(self.sizes), reversed(self.coordinates(rank))):
+        axes_inwards = list(zip(AXES, self.sizes, self.coordinates(rank), strict=True))
+        for axis, size, coordinate in reversed(axes_inwards):
             if axis in axes:
                 found = [other + (place - coordinate) * stride for place in range(size) for other in found]
             stride *= size

@@ -230,7 +230,7 @@ def shifted_group(group: tuple[int, ...], shift: int, num_ranks: int) -> tuple[i
 
     A group that reaches over all replicas stays: moved, it would reach beyond the last rank.
     """
-    if shift == 0 or len(group) == num_ranks or max(group) + shift >= num_ranks:
+    if shift == 0 or len(group) == num_ranks or max(group, default=0) + shift >= num_ranks:
         return group
     return tuple(rank + shift for rank in group)
 

@@ -425,8 +425,12 @@ CASES = {
         shard_parameters=ParameterSharding.ZERO3,
     ),
     "shared out by three": Case(
-        data_parallel_degree=3, num_parts=3, model=EVERYTHING, shard_parameters=ParameterSharding.ZERO3,
-        exchange=(Exchange.NONE,) * 3, recompute=(KEEP,) * 3,
+        data_parallel_degree=3,
+        num_parts=3,
+        model=EVERYTHING,
+        shard_parameters=ParameterSharding.ZERO3,
+        exchange=(Exchange.NONE,) * 3,
+        recompute=(KEEP,) * 3,
     ),
     "shared out, tensor": Case(
         data_parallel_degree=2,

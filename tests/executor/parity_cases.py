@@ -544,7 +544,7 @@ def _tensor_parallel() -> dict[str, ParityCase]:
     extras: dict[str, Any] = {"extras": True, "recompute": (KEEP, AGAIN)}
     two = ParityCase(tensor_parallel_degree=2, num_heads=4)
     shared = replace(two, graph_parallel_degree=2, gradient_bucket_bytes=SMALL_BUCKETS)
-    beside = {"overlap_gradients": True, "gradient_bucket_bytes": SMALL_BUCKETS}
+    beside: dict[str, Any] = {"overlap_gradients": True, "gradient_bucket_bytes": SMALL_BUCKETS}
     replicas = replace(two, data_parallel_degree=2, num_parts=5, cut="lonely last", **extras)
     return {
         "2 tensor ranks": two,

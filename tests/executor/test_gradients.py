@@ -177,7 +177,9 @@ def test_a_backward_pass_of_somebody_else_begins_nothing_and_a_second_one_is_not
     begun = []
     monkeypatch.setattr(Wire, "all_reduce", lambda _, name, tensor: begun.append(name))
     model = made_model()
-    gradients = FlatGradients(dict(model.named_parameters()), Recorder(), WORLD, bucket_bytes=SMALL_BUCKETS, overlap=True)
+    gradients = FlatGradients(
+        dict(model.named_parameters()), Recorder(), WORLD, bucket_bytes=SMALL_BUCKETS, overlap=True
+    )
     loss_of(model, 0, 0).backward()
     assert begun == []
     gradients.zero()
@@ -237,7 +239,9 @@ def test_buckets_begin_within_the_backward_pass_of_compiled_parts_too(monkeypatc
     found = []
     for is_compiled in (False, True):
         begun.clear()
-        gradients = FlatGradients(dict(layer.named_parameters()), Recorder(), WORLD, bucket_bytes=SMALL_BUCKETS, overlap=True)
+        gradients = FlatGradients(
+            dict(layer.named_parameters()), Recorder(), WORLD, bucket_bytes=SMALL_BUCKETS, overlap=True
+        )
         weights: dict[str, Tensor] = dict(layer.named_parameters())
         if is_compiled:
             q_ND, kv_N2D = compiled.before(weights, h_ND)

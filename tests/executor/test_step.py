@@ -238,7 +238,9 @@ def test_weights_of_a_bf16_run_are_bf16_but_for_those_that_operations_take_in_fp
     in_fp32 = {name for name, value in weights.items() if value.dtype == torch.float32}
     assert in_fp32 == {"input.features", "layer0.edge_bias", "layer1.edge_bias"}
     parameters = dict(model.named_parameters())
-    assert all(value is parameters[name] for name, value in cast_weights(dict(model.named_parameters()), torch.float32).items())
+    assert all(
+        value is parameters[name] for name, value in cast_weights(dict(model.named_parameters()), torch.float32).items()
+    )
 
 
 # --- Compiled dense parts.
