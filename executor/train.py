@@ -244,7 +244,10 @@ class Trainer:
         if not self.optimizer.state:
             # A step by nothing: gradients are zero between steps, and so is the rate, which also scales the decay.
             self.learning_rate.zero_()
+            for value in self.parameters.own.values():
+                value.grad = torch.zeros_like(value) if value.grad is None else value.grad
             self.optimizer.step()
+            self.gradients.zero()
             for made in self.optimizer.state.values():
                 made["step"].zero_()
         stored = self.parameters.stored
