@@ -28,7 +28,7 @@ KIND_COLOURS: dict[TaskKind, str] = {
     TaskKind.LOSS: "#c53030",
     TaskKind.SHARD_COPY: "#b9c3d0",
     TaskKind.CLIP: "#a0aec0",
-    TaskKind.GRADIENT_NORM: "#a0aec0",
+    TaskKind.GRADIENT_NORM: "#cbd5e0",
     TaskKind.GRADIENT_SCALE: "#8795a8",
     TaskKind.OPTIMIZER: "#52606d",
     TaskKind.GRADIENT_CAST: "#d69e2e",

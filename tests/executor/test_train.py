@@ -97,6 +97,7 @@ def trainers_of(plan: Plan, graph: Graph, part_N: np.ndarray, *, order_N: np.nda
             rank=rank,
             num_ranks=plan.num_ranks,
             replica=replica,
+            row_rank=rank,
             graph_rank=graph_rank,
             graph_group=None,
             world=None,

@@ -725,8 +725,8 @@ def test_a_program_of_parameters_that_are_shared_out_by_hand():
 
 
 def test_parameters_that_are_kept_for_the_backward_pass_are_gathered_once():
-    fields = {"num_layers": 3, "shard_parameters": ParameterSharding.ZERO2}
-    plan = made_plan(equal_parts(2, num_nodes=40, num_edges=100, halo_rows=5), **fields)
+    partition = equal_parts(2, num_nodes=40, num_edges=100, halo_rows=5)
+    plan = made_plan(partition, num_layers=3, shard_parameters=ParameterSharding.ZERO2)
     tasks = tasks_of(plan, made_model(num_layers=3))[0]
     gathers = [task for task in tasks if task.kind is TaskKind.ALL_GATHER and task.name.startswith("parameters")]
     assert [task.phase for task in gathers] == [Phase.FORWARD] * 4
