@@ -18,7 +18,7 @@ from executor.sampling.neighbourhood import Neighbourhood, NeighbourhoodSampler
 from simulator.exchanges import rows_per_message
 from simulator.specs.model import EdgeBias, ModelSpec
 from simulator.specs.plan import Exchange, Plan, batch_parts, seed_ranges
-from simulator.workload import RankWork, owned_parts, work_of_sample
+from simulator.workload import RankWork, of_all_ranks, owned_parts, work_of_sample
 
 
 class Batches:
@@ -72,13 +72,13 @@ class Batches:
         if self._plan.is_full_graph:
             return self.of_step(0)
         if self._whole is None:
-            num_ranks = self._plan.num_ranks
+            num_ranks = self._plan.num_row_ranks
             self._whole = self._rank_data(
                 np.arange(self._plan.partition.num_parts) % num_ranks,
-                graph_rank=self._place.rank,
+                graph_rank=self._place.row_rank,
                 num_ranks=num_ranks,
                 exchanges=frozenset({Exchange.HALO if num_ranks > 1 else Exchange.NONE}),
-                group=self._place.world,
+                group=self._place.gradient_group,
                 num_train_rows=1,
             )
         return self._whole
@@ -197,7 +197,11 @@ def sampled_works(plan: Plan, model: ModelSpec, inputs: Inputs, *, step: int, se
 
     With these `simulator.workload.lower` gives the exact program, where it else gives that of expected counts.
     """
-    return tuple(sampled_work(plan, model, inputs, rank=rank, step=step, seed=seed) for rank in range(plan.num_ranks))
+    works = [
+        sampled_work(plan, model, inputs, rank=replica * plan.num_replica_ranks, step=step, seed=seed)
+        for replica in range(plan.data_parallel_degree)
+    ]
+    return of_all_ranks(plan, works)
 
 
 def sampled_work(plan: Plan, model: ModelSpec, inputs: Inputs, *, rank: int, step: int, seed: int) -> RankWork:
@@ -205,7 +209,7 @@ def sampled_work(plan: Plan, model: ModelSpec, inputs: Inputs, *, rank: int, ste
     place = Place(
         rank=rank,
         num_ranks=plan.num_ranks,
-        replica=rank,
+        replica=rank // plan.num_replica_ranks,
         graph_rank=0,
         graph_group=None,
         world=None,

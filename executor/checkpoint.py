@@ -181,7 +181,7 @@ def checkpoint_state(trainer: Trainer, history: History) -> dict[str, Any]:
         RunError: if parameters are infinite or not a number.
     """
     state = trainer.state_dict()
-    _require_finite(state["model"], len(history.losses))
+    _require_finite(trainer.parameters.own, len(history.losses))
     state["losses"] = torch.tensor(history.losses, dtype=torch.float64)
     if history.best_weights:
         state["best"] = history.best_weights
@@ -207,8 +207,7 @@ def restore(trainer: Trainer, history: History, checkpoint: Checkpoint) -> None:
         state["random"] = kept
     state["losses"] = torch.empty(manifest.num_steps_done, dtype=torch.float64)
     if manifest.evaluations:
-        weights = trainer.model.state_dict()
-        state["best"] = {name: torch.empty_like(value, device="cpu") for name, value in weights.items()}
+        state["best"] = {name: torch.empty(shape) for name, shape in trainer.parameters.shapes.items()}
     if ours := _rank_states(trainer, checkpoint, stored):
         state[f"rank{trainer.place.rank}"] = ours
     ignore_lone_process_warnings()

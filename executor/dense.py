@@ -10,6 +10,7 @@ from torch._functorch import config as partitioning
 
 from executor import operations
 from executor.operations import Operation
+from executor.tensor_sums import TensorSums
 
 # Of what a compiled part would keep for its backward pass, this share at most is kept: at one half the outputs of
 # LayerNorm and GELU are computed again, inside kernels that read their inputs anyway; from a third on also the products
@@ -39,32 +40,51 @@ class Dropout(NamedTuple):
         return run(name, operations.DROPOUT, x_ND, self.node_N, self.ratio, self.seeds[index])  # type: ignore[no-any-return]
 
 
-def before_attention(run: Run, weights: Weights, h_ND: Tensor) -> tuple[Tensor, Tensor]:
-    """Return queries, [N, D], and keys and values side by side, [N, 2 D]."""
-    x_ND = normed(run, weights, h_ND)
+def before_attention(run: Run, weights: Weights, h_ND: Tensor, sums: TensorSums | None = None) -> tuple[Tensor, Tensor]:
+    """Return queries, [N, D], and keys and values side by side, [N, 2 D]; of own heads, as the weights are.
+
+    Args:
+        sums: over the ranks that have the other heads; None where there are none.
+    """
+    x_ND = normed(run, weights, h_ND, sums)
     return run("query_key_value", operations.PROJECTION, x_ND, weights["query_key_value.weight"])  # type: ignore[no-any-return]
 
 
-def normed(run: Run, weights: Weights, h_ND: Tensor) -> Tensor:
+def normed(run: Run, weights: Weights, h_ND: Tensor, sums: TensorSums | None = None) -> Tensor:
     """Return the rows that a layer makes queries, keys and values of, [N, D]."""
     norm_weight, norm_bias = weights["attention_norm.weight"], weights["attention_norm.bias"]
-    return run("attention_norm", operations.LAYER_NORM, h_ND, norm_weight, norm_bias)  # type: ignore[no-any-return]
+    x_ND: Tensor = run("attention_norm", operations.LAYER_NORM, h_ND, norm_weight, norm_bias)
+    return x_ND if sums is None else sums.before_columns("query_key_value", x_ND)
 
 
-def after_attention(run: Run, weights: Weights, h_ND: Tensor, x_ND: Tensor, dropout: Dropout | None) -> Tensor:
-    """Return the layer's rows, [N, D], from those it got and what attention made of them."""
+def after_attention(
+    run: Run,
+    weights: Weights,
+    h_ND: Tensor,
+    x_ND: Tensor,
+    dropout: Dropout | None,
+    sums: TensorSums | None = None,
+) -> Tensor:
+    """Return the layer's rows, [N, D], from those it got and what attention made of them, of own heads."""
 
     def linear(name: str, x_ND: Tensor) -> Tensor:
         return run(name, operations.LINEAR, x_ND, weights[f"{name}.weight"], weights[f"{name}.bias"])  # type: ignore[no-any-return]
 
-    x_ND = linear("attention_output", x_ND)
+    def from_columns(name: str, x_NC: Tensor) -> Tensor:
+        if sums is None:
+            return linear(name, x_NC)
+        x_ND = sums.of_terms(name, run(name, operations.PRODUCT, x_NC, weights[f"{name}.weight"]))
+        return run(f"{name}_bias", operations.BIAS, x_ND, weights[f"{name}.bias"])  # type: ignore[no-any-return]
+
+    x_ND = from_columns("attention_output", x_ND)
     if dropout is not None:
         x_ND = dropout.of(x_ND, run, "attention_dropout", 0)
     h_ND = run("attention_residual", operations.RESIDUAL, h_ND, x_ND)
     norm_weight, norm_bias = weights["feed_forward_norm.weight"], weights["feed_forward_norm.bias"]
     x_ND = run("feed_forward_norm", operations.LAYER_NORM, h_ND, norm_weight, norm_bias)
+    x_ND = x_ND if sums is None else sums.before_columns("feed_forward_up", x_ND)
     x_NF = run("feed_forward_activation", operations.GELU, linear("feed_forward_up", x_ND))
-    x_ND = linear("feed_forward_down", x_NF)
+    x_ND = from_columns("feed_forward_down", x_NF)
     if dropout is not None:
         x_ND = dropout.of(x_ND, run, "feed_forward_dropout", 1)
     return run("feed_forward_residual", operations.RESIDUAL, h_ND, x_ND)  # type: ignore[no-any-return]

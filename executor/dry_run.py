@@ -26,6 +26,7 @@ from simulator.readers.partitions import read_partition
 from simulator.specs.cluster import DeviceKind
 from simulator.specs.decision import PlanFile
 from simulator.specs.files import read_plan
+from simulator.specs.mesh import AXES
 from simulator.specs.plan import StepMode
 from simulator.specs.program import Program, Task
 from simulator.workload import RankWork, lower, rank_work
@@ -124,7 +125,7 @@ def dry_run(run: PlanRun, *, on_progress: Callable[[str], None] = lambda _: None
     collectives = [sum(task.kind.is_collective for task in tasks) for tasks in shared.lists]
     return DryRun(
         num_ranks=file.plan.num_ranks,
-        mesh=(("dp", file.plan.data_parallel_degree), ("gp", file.plan.graph_parallel_degree)),
+        mesh=tuple(zip(AXES, file.plan.mesh.sizes, strict=True)),
         num_rank_classes=len(classes),
         num_tasks=shared.num_tasks,
         num_collectives=sum(collectives[number] for number in shared.list_of_rank),

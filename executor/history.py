@@ -1,10 +1,10 @@
 """What a run has come to so far: losses, evaluations, the best weights; a checkpoint keeps it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from executor.train import Evaluation, require_finite
 from simulator.specs.checkpoint import EvaluatedStep
@@ -43,12 +43,16 @@ class History:
         for step in range(first, len(self.losses)):
             require_finite(self.losses[step], step)
 
-    def add_evaluation(self, step: int, evaluation: Evaluation, model: nn.Module) -> None:
-        """Note how the model did after a step; its weights are copied to the CPU if they are the best so far."""
+    def add_evaluation(self, step: int, evaluation: Evaluation, weights: Callable[[], dict[str, Tensor]]) -> None:
+        """Note how the model did after a step; its weights are asked for if they are the best so far.
+
+        Args:
+            weights: gives copies of the whole parameters, on all ranks together.
+        """
         self.evaluations.append((step, evaluation))
         if self._is_better(evaluation):
             self.best = (step, evaluation)
-            self.best_weights = {name: value.cpu().clone() for name, value in model.state_dict().items()}
+            self.best_weights = weights()
 
     def evaluated_steps(self) -> tuple[EvaluatedStep, ...]:
         """Return the evaluations as a checkpoint keeps them."""

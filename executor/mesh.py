@@ -5,16 +5,19 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # exported at run time where built with gloo
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from executor.affinity import cores_of_rank, pinned
 from executor.compat import set_timeout
 from simulator.errors import RunError
 from simulator.specs.cluster import DeviceKind
+from simulator.specs.mesh import AXES, ROW_AXES, MeshShape
+from simulator.specs.plan import Plan
 
 # After which torch gives a collective up, where no heartbeat ends the ranks earlier, as in a calibration: its
 # collectives take milliseconds, and a rank is late by what it measures alone.
@@ -34,6 +37,14 @@ class Place:
         world: process group of all ranks of the plan; None when that is this rank alone.
         cores: on which this rank runs; None where it may run on any.
         host_group: process group of the ranks of this host, for hierarchical exchanges; None where none was asked for.
+        tensor_rank: position on the axis "tp".
+        tensor_group: process group of the ranks with the same rows and other heads and columns; None when that is this
+            rank alone.
+        row_rank: which of the ranks with rows of their own this is, by replica and position on the axis "gp".
+        gradient_group: process group of these ranks, over which gradients are summed; None when that is this rank
+            alone.
+        tensor_mesh: the axis "tp"; None when that is this rank alone.
+        row_mesh: one axis of the ranks over which gradients are summed; None where nothing needs it.
     """
 
     rank: int
@@ -45,6 +56,12 @@ class Place:
     device: torch.device
     cores: Sequence[int] | None = None
     host_group: dist.ProcessGroup | None = None
+    tensor_rank: int = 0
+    tensor_group: dist.ProcessGroup | None = None
+    row_rank: int = 0
+    gradient_group: dist.ProcessGroup | None = None
+    tensor_mesh: DeviceMesh | None = None
+    row_mesh: DeviceMesh | None = None
 
 
 def device_of(kind: DeviceKind, local_rank: int) -> torch.device:
@@ -65,6 +82,17 @@ def device_of(kind: DeviceKind, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def mesh_choices(plan: Plan) -> dict[str, Any]:
+    """Return the arguments of `joined_mesh` that a plan decides."""
+    return {
+        "data_parallel_degree": plan.data_parallel_degree,
+        "graph_parallel_degree": plan.graph_parallel_degree,
+        "tensor_parallel_degree": plan.tensor_parallel_degree,
+        "shards_parameters": plan.shares_out,
+        "ranks_per_host": plan.ranks_per_host,
+    }
+
+
 @contextmanager
 def joined_mesh(
     kind: DeviceKind,
@@ -74,6 +102,8 @@ def joined_mesh(
     local_rank: int,
     data_parallel_degree: int = 1,
     graph_parallel_degree: int = 1,
+    tensor_parallel_degree: int = 1,
+    shards_parameters: bool = False,
     timeout_seconds: float = COLLECTIVE_TIMEOUT_SECONDS,
     cpu_affinity: bool = True,
     ranks_per_host: int | None = None,
@@ -87,9 +117,11 @@ def joined_mesh(
         cpu_affinity: keep this rank to its share of the host's cores meanwhile.
         ranks_per_host: make a group of the ranks of each host too, rank r on host `r // ranks_per_host`; None for none.
         backend: of the process groups; None for that of the devices.
+        shards_parameters: make the mesh over which parameters are shared out.
     """
     device = device_of(kind, local_rank)
-    num_ranks = data_parallel_degree * graph_parallel_degree
+    shape = MeshShape(dp=data_parallel_degree, gp=graph_parallel_degree, tp=tensor_parallel_degree)
+    num_ranks = shape.num_ranks
     num_local_ranks = min(num_ranks, int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)))
     cores = cores_of_rank(device.type, local_rank, num_local_ranks) if cpu_affinity else None
     with pinned(cores):
@@ -106,26 +138,50 @@ def joined_mesh(
             )
             return
         with _process_groups(backend or kind.backend, store, rank, num_ranks) as world:
-            degrees = (data_parallel_degree, graph_parallel_degree)
-            mesh = init_device_mesh(device.type, degrees, mesh_dim_names=("dp", "gp"))
-            graph_group = mesh.get_group("gp") if graph_parallel_degree > 1 else None
-            if graph_group is not None and graph_parallel_degree == num_ranks:
-                # The mesh gives the world then, in whose communicator exchanges would wait behind gradients.
-                graph_group = dist.new_group(list(range(num_ranks)))
+            mesh = init_device_mesh(device.type, shape.sizes, mesh_dim_names=AXES)
+            row_mesh = _row_mesh(mesh, shape) if shape.tp > 1 or shards_parameters else None
+            gradient_group = world if shape.tp == 1 else None if row_mesh is None else row_mesh.get_group()
             host_group = _host_group(rank, num_ranks, ranks_per_host)
-            for group in (world, *mesh.get_all_groups(), *filter(None, (graph_group, host_group))):
-                set_timeout(group, datetime.timedelta(seconds=timeout_seconds))
-            yield Place(
+            place = Place(
                 rank=rank,
                 num_ranks=num_ranks,
                 replica=mesh.get_local_rank("dp"),
                 graph_rank=mesh.get_local_rank("gp"),
-                graph_group=graph_group,
+                graph_group=_graph_group(mesh, shape, rank),
                 world=world,
                 device=device,
                 cores=cores,
                 host_group=host_group,
+                tensor_rank=mesh.get_local_rank("tp"),
+                tensor_group=mesh.get_group("tp") if shape.tp > 1 else None,
+                row_rank=shape.place_in(ROW_AXES, rank),
+                gradient_group=gradient_group,
+                tensor_mesh=mesh["tp"] if shape.tp > 1 else None,
+                row_mesh=row_mesh,
             )
+            for group in (world, *mesh.get_all_groups(), place.graph_group, gradient_group, host_group):
+                if group is not None:
+                    set_timeout(group, datetime.timedelta(seconds=timeout_seconds))
+            yield place
+
+
+def _row_mesh(mesh: DeviceMesh, shape: MeshShape) -> DeviceMesh | None:
+    """Return the ranks over which gradients are summed, as one axis."""
+    axes = [axis for axis in ROW_AXES if shape.size((axis,)) > 1]
+    if not axes:
+        return None
+    return mesh[axes[0]] if len(axes) == 1 else mesh[tuple(axes)]._flatten("rows")
+
+
+def _graph_group(mesh: DeviceMesh, shape: MeshShape, rank: int) -> dist.ProcessGroup | None:
+    """Return the group of the ranks that share a batch; never the one of gradients, behind which it would wait."""
+    if shape.gp == 1:
+        return None
+    if shape.gp < shape.size(ROW_AXES):
+        return mesh.get_group("gp")
+    members = sorted({shape.group(("gp",), other) for other in range(shape.num_ranks)})
+    groups: list[dist.ProcessGroup] = [dist.new_group(list(ranks)) for ranks in members]
+    return next(group for group, ranks in zip(groups, members, strict=True) if rank in ranks)
 
 
 def _host_group(rank: int, num_ranks: int, ranks_per_host: int | None) -> dist.ProcessGroup | None:

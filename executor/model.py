@@ -3,10 +3,13 @@
 import contextlib
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from executor import operations
@@ -15,6 +18,7 @@ from executor.dense import CompiledDense, Dropout, Run, Weights, after_attention
 from executor.keyed import signed
 from executor.layer_attention import LayerAttention
 from executor.record import Recorder
+from executor.tensor_sums import TensorSums
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import NUM_DEGREE_BUCKETS, EdgeBias, ModelSpec
 from simulator.specs.plan import ROW_EXCHANGES, Exchange, ExchangePayload, Recompute
@@ -32,6 +36,8 @@ class ForwardSettings:
         dropout_word: int32 [] on the device, `keyed.key_word` of seed and step; None turns dropout off.
         weights: used instead of the model's parameters, by name; None for the parameters.
         compiled: the dense parts of a layer, compiled; None runs them task by task, as a recorder that is on does too.
+        tensor_group: ranks that hold the same rows, each with the weights of its own heads and columns; None for one
+            rank.
         attend: returns a layer's attention from its weights, q [N, D] and keys and values [N, 2D], on a single rank, in
             place of attention over the batch's edges (`executor/attend.py`); it is not recorded, and never captured.
     """
@@ -44,6 +50,7 @@ class ForwardSettings:
     dropout_word: Tensor | None = None
     weights: Mapping[str, Tensor] | None = None
     compiled: CompiledDense | None = None
+    tensor_group: dist.ProcessGroup | None = None
     attend: Callable[[Mapping[str, Tensor], Tensor, Tensor], Tensor] | None = None
 
 
@@ -61,6 +68,10 @@ class Layer(nn.Module):
         self.feed_forward_norm = nn.LayerNorm(width)
         self.feed_forward_up = nn.Linear(width, model.feed_forward_width)
         self.feed_forward_down = nn.Linear(model.feed_forward_width, width)
+
+    def forward(self, h_ND: Tensor, body: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return what `body` makes of rows; it takes the parameters from here, which are whole meanwhile."""
+        return body(h_ND)
 
 
 class Input(nn.Module):
@@ -101,25 +112,20 @@ class GraphTransformer(nn.Module):
 
     def forward(self, data: RankData, settings: ForwardSettings) -> Tensor:
         """Return the logits of this rank's nodes, of samples the seeds, [N, classes], in the precision of `data`."""
-        if settings.weights is None:
-            settings = replace(settings, weights=dict(self.named_parameters()))
         h_ND = self._input(data, settings)
         for index in range(self.model.num_layers):
+            body = partial(self._layer, index, data=data, settings=settings)
             if settings.recompute[index] is Recompute.LAYER and torch.is_grad_enabled():
-                h_ND = checkpoint(
-                    self._layer,
-                    index,
-                    h_ND,
-                    data,
-                    settings,
+                body = partial(
+                    checkpoint,
+                    body,
                     use_reentrant=False,
                     preserve_rng_state=False,  # dropout is keyed, not drawn
                     early_stop=False,  # recompute every task of the layer, as the program says
                     context_fn=lambda: (contextlib.nullcontext(), self.recorder.recomputing()),
                 )
-            else:
-                h_ND = self._layer(index, h_ND, data, settings)
-        run, head = self.recorder.run, _weights_of(settings, "head")
+            h_ND = self.get_submodule(f"layer{index}")(h_ND, body)
+        run, head = self.recorder.run, self._weights_of(settings, "head")
         h_ND = run("head.norm", operations.LAYER_NORM, h_ND, head["norm.weight"], head["norm.bias"])
         logits_NC: Tensor = run("head.linear", operations.LINEAR, h_ND, head["linear.weight"], head["linear.bias"])
         return logits_NC
@@ -132,7 +138,7 @@ class GraphTransformer(nn.Module):
         return loss
 
     def _input(self, data: RankData, settings: ForwardSettings) -> Tensor:
-        run, weights = self.recorder.run, _weights_of(settings, "input")
+        run, weights = self.recorder.run, self._weights_of(settings, "input")
         h_ND = None
         if data.dense_NF is not None:
             weight, bias = weights["linear.weight"], weights["linear.bias"]
@@ -144,43 +150,52 @@ class GraphTransformer(nn.Module):
         dropout = self._dropout(data.node_N, settings, "input.dropout")
         return h_ND if dropout is None else dropout.of(h_ND, run, "input.dropout", 0)
 
-    def _layer(self, index: int, h_ND: Tensor, data: RankData, settings: ForwardSettings) -> Tensor:
+    def _layer(self, index: int, h_ND: Tensor, *, data: RankData, settings: ForwardSettings) -> Tensor:
         name = f"layer{index}"
-        weights = _weights_of(settings, name)
+        weights = self._weights_of(settings, name)
         dropout_names = (f"{name}.attention_dropout", f"{name}.feed_forward_dropout")
         dropout = self._dropout(data.target_node_N(index), settings, *dropout_names)
         compiled = None if self.recorder.is_on else settings.compiled
         run = self._run_in(name)
-        h_ND, x_ND = self._attention(index, h_ND, data, settings, compiled)
+        h_ND, x_ND = self._attention(index, h_ND, weights, data, settings, compiled)
         if compiled is None:
-            return after_attention(run, weights, h_ND, x_ND, dropout)
+            return after_attention(run, weights, h_ND, x_ND, dropout, self._sums(name, settings))
         return compiled.after(weights, h_ND, x_ND, dropout)
 
     def _attention(
-        self, index: int, h_ND: Tensor, data: RankData, settings: ForwardSettings, compiled: CompiledDense | None
+        self,
+        index: int,
+        h_ND: Tensor,
+        weights: Weights,
+        data: RankData,
+        settings: ForwardSettings,
+        compiled: CompiledDense | None,
     ) -> tuple[Tensor, Tensor]:
         """Return the rows that a layer goes on with, as it got them, and what its attention makes of them.
 
         Of samples these are the targets, else all. Norm, projections and exchange are part of it.
         """
         name, exchange = f"layer{index}", settings.exchange[index]
-        weights, run = _weights_of(settings, name), self._run_in(name)
+        run = self._run_in(name)
         attention = LayerAttention(
             data=data,
             weights=weights,
             recorder=self.recorder,
             index=index,
             exchange=exchange,
-            num_heads=self.model.num_heads,
+            num_heads=self.model.num_heads // _size(settings.tensor_group),
             wire=settings.wire or data.dtype,
         )
-        overlaps = settings.overlaps and exchange in ROW_EXCHANGES
+        overlaps, sums = settings.overlaps and exchange in ROW_EXCHANGES, self._sums(name, settings)
         sends_rows = settings.payload is ExchangePayload.ROWS and exchange in ROW_EXCHANGES
         if overlaps or sends_rows:
             # What travels lies between norm and projection, or an exchange begins between two projections.
-            x_ND = normed(run, weights, h_ND) if compiled is None else compiled.norm(weights, h_ND)
+            x_ND = normed(run, weights, h_ND, sums) if compiled is None else compiled.norm(weights, h_ND)
             return h_ND, attention.overlapped(x_ND, sends_rows=sends_rows) if overlaps else attention.of_rows(x_ND)
-        q_ND, kv_N2D = before_attention(run, weights, h_ND) if compiled is None else compiled.before(weights, h_ND)
+        if compiled is None:
+            q_ND, kv_N2D = before_attention(run, weights, h_ND, sums)
+        else:
+            q_ND, kv_N2D = compiled.before(weights, h_ND)
         if data.layers:
             q_ND, h_ND = run("targets", operations.TARGET_ROWS, q_ND, h_ND, len(data.target_node_N(index)))
         if settings.attend is not None:
@@ -188,6 +203,17 @@ class GraphTransformer(nn.Module):
         if exchange is Exchange.HEAD_ALL_TO_ALL:
             return h_ND, attention.by_heads(q_ND, kv_N2D)
         return h_ND, attention.in_turn(q_ND, kv_N2D)
+
+    def _weights_of(self, settings: ForwardSettings, module: str) -> Weights:
+        """Return the weights of one module by their names in it, as this rank holds them now."""
+        if settings.weights is None:
+            return {name: _local(value) for name, value in self.get_submodule(module).named_parameters()}
+        prefix = f"{module}."
+        return {name.removeprefix(prefix): value for name, value in settings.weights.items() if name.startswith(prefix)}
+
+    def _sums(self, layer: str, settings: ForwardSettings) -> TensorSums | None:
+        group = settings.tensor_group
+        return None if group is None else TensorSums(recorder=self.recorder, group=group, layer=layer)
 
     def _run_in(self, layer: str) -> Run:
         return lambda task, operation, *arguments: self.recorder.run(f"{layer}.{task}", operation, *arguments)
@@ -200,8 +226,9 @@ class GraphTransformer(nn.Module):
         return Dropout(ratio=self.model.dropout_ratio, node_N=node_N, seeds=seeds)
 
 
-def _weights_of(settings: ForwardSettings, module: str) -> Weights:
-    """Return the weights of one module by their names in it."""
-    assert settings.weights is not None
-    prefix = f"{module}."
-    return {name.removeprefix(prefix): value for name, value in settings.weights.items() if name.startswith(prefix)}
+def _size(group: dist.ProcessGroup | None) -> int:
+    return 1 if group is None else group.size()
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -71,20 +71,33 @@ def _linear(x_ND: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.linear(x_ND, weight.to(x_ND.dtype), bias.to(x_ND.dtype))
 
 
+def _product(x_ND: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x_ND, weight.to(x_ND.dtype))
+
+
+def _bias(x_ND: Tensor, bias: Tensor) -> Tensor:
+    return x_ND + bias.to(x_ND.dtype)
+
+
 def _projection(x_ND: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    width = x_ND.shape[1]
-    q_ND, kv_N2D = torch.split(F.linear(x_ND, weight.to(x_ND.dtype)), [width, 2 * width], dim=1)
+    columns = query_columns(weight)
+    q_ND, kv_N2D = torch.split(F.linear(x_ND, weight.to(x_ND.dtype)), [columns, 2 * columns], dim=1)
     return q_ND, kv_N2D
+
+
+def query_columns(weight: Tensor) -> int:
+    """Return the columns of queries that the weight of queries, keys and values gives: a third of all."""
+    return weight.shape[0] // 3
 
 
 def _query(x_ND: Tensor, weight: Tensor) -> Tensor:
     """Return queries alone, by the first third of the weights of queries, keys and values."""
-    return F.linear(x_ND, weight[: x_ND.shape[1]].to(x_ND.dtype))
+    return F.linear(x_ND, weight[: query_columns(weight)].to(x_ND.dtype))
 
 
 def _key_value(x_MD: Tensor, weight: Tensor) -> Tensor:
     """Return keys and values alone, side by side."""
-    return F.linear(x_MD, weight[x_MD.shape[1] :].to(x_MD.dtype))
+    return F.linear(x_MD, weight[query_columns(weight) :].to(x_MD.dtype))
 
 
 def _layer_norm(x_ND: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -201,10 +214,14 @@ SPARSE_LINEAR = Operation(
     shape=lambda features, weight_FD, _: (features.rows.shape[0], features.num_entries, *weight_FD.shape),
 )
 PROJECTION = Operation(kind=TaskKind.PROJECTION, function=_projection, shape=_linear_shape)
-QUERY = Operation(kind=TaskKind.PROJECTION, function=_query, shape=lambda x_ND, _: (*x_ND.shape, x_ND.shape[1]))
-KEY_VALUE = Operation(
-    kind=TaskKind.PROJECTION, function=_key_value, shape=lambda x_MD, _: (*x_MD.shape, 2 * x_MD.shape[1])
+PRODUCT = Operation(kind=TaskKind.PROJECTION, function=_product, shape=_linear_shape)
+QUERY = Operation(
+    kind=TaskKind.PROJECTION, function=_query, shape=lambda x_ND, weight: (*x_ND.shape, query_columns(weight))
 )
+KEY_VALUE = Operation(
+    kind=TaskKind.PROJECTION, function=_key_value, shape=lambda x_MD, weight: (*x_MD.shape, 2 * query_columns(weight))
+)
+BIAS = Operation(kind=TaskKind.BIAS, function=_bias, shape=_rows_and_columns)
 LAYER_NORM = Operation(kind=TaskKind.LAYER_NORM, function=_layer_norm, shape=_rows_and_columns)
 GELU = Operation(kind=TaskKind.GELU, function=F.gelu, shape=_rows_and_columns)
 DROPOUT = Operation(kind=TaskKind.DROPOUT, function=_dropout, shape=_rows_and_columns)

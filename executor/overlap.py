@@ -24,7 +24,7 @@ from executor.attention.parts import (
     merge_into,
     row_stats,
 )
-from executor.operations import EDGE_BIAS, side_by_side
+from executor.operations import EDGE_BIAS, query_columns, side_by_side
 from executor.record import Recorder
 from executor.topology import EdgeHalves
 from simulator.specs.program import Phase, TaskKind
@@ -166,23 +166,24 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, weight: Tensor, table_BH: Tensor | None, overlap: Overlap) -> Tensor:
         exchange, projected, (num_rows, width) = overlap.exchange, _Projection(overlap, weight), x_ND.shape
-        kv_M2D, arrival_M2D = exchange.new_sources(x_ND, 2 * width, own=True)
+        columns = query_columns(weight)
+        kv_M2D, arrival_M2D = exchange.new_sources(x_ND, 2 * columns, own=True)
         own_N2D = exchange.own_rows_of(kv_M2D, num_rows)
         sent_NC, came_MC = own_N2D, arrival_M2D
         if overlap.sends_rows:
             sent_NC, (_, came_MC) = x_ND, exchange.new_sources(x_ND, width, own=False)
             flight = exchange.start(sent_NC, came_MC, are_placed=False)
-            projected.forward("key_value", x_ND, slice(width, None), own_N2D)
+            projected.forward("key_value", x_ND, slice(columns, None), own_N2D)
         else:
-            projected.forward("key_value", x_ND, slice(width, None), own_N2D)
+            projected.forward("key_value", x_ND, slice(columns, None), own_N2D)
             flight = exchange.start(sent_NC, came_MC, are_placed=True)
-        q_ND = projected.forward("query", x_ND, slice(0, width), torch.empty_like(x_ND))
+        q_ND = projected.forward("query", x_ND, slice(0, columns), x_ND.new_empty(num_rows, columns))
         q_NHK = overlap.heads_of(q_ND)
         whole, bias_EH = overlap.inner(q_NHK, own_N2D, table_BH)
         outer_bias_EH = overlap.outer_bias(table_BH)
         exchange.finish(flight, sent_NC, came_MC)
         if overlap.sends_rows:
-            projected.forward("key_value_halo", came_MC, slice(width, None), arrival_M2D)
+            projected.forward("key_value_halo", came_MC, slice(columns, None), arrival_M2D)
         overlap.merge_outer(whole, q_NHK, arrival_M2D, outer_bias_EH)
         x_MD = came_MC if overlap.sends_rows else None
         ctx.overlap = overlap
@@ -193,23 +194,24 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         overlap: Overlap = ctx.overlap
         x_ND, x_MD, weight, q_ND, kv_M2D, table_BH, bias_EH, out, lse, rest = ctx.saved_tensors
-        exchange, projected, (num_rows, width) = overlap.exchange, _Projection(overlap, weight), x_ND.shape
+        exchange, projected = overlap.exchange, _Projection(overlap, weight)
+        num_rows, columns = len(x_ND), query_columns(weight)
         whole, q_NHK = Attended(out=out, lse=lse, rest=rest), overlap.heads_of(q_ND)
         grad_NHK, grad_weight = overlap.heads_of(gradients[0]), torch.zeros_like(weight)
         grad_kv_M2D, stats, of_sources = overlap.over_sources(grad_NHK, whole, q_NHK, kv_M2D, bias_EH)
         num_own = num_rows if exchange.has_own_rows else 0
         grad_came = grad_kv_M2D[num_own:]
         if overlap.sends_rows:
-            grad_came = projected.backward("key_value_halo", grad_came, x_MD, slice(width, None), grad_weight)
+            grad_came = projected.backward("key_value_halo", grad_came, x_MD, slice(columns, None), grad_weight)
         flight = exchange.start_back(grad_came)
         grad_q_ND, of_targets = overlap.over_targets(grad_NHK, stats, whole, q_NHK, kv_M2D, bias_EH)
         grad_table_BH = overlap.of_table(table_BH, of_sources, of_targets)
-        grad_x_ND = projected.backward("query", grad_q_ND, x_ND, slice(0, width), grad_weight)
+        grad_x_ND = projected.backward("query", grad_q_ND, x_ND, slice(0, columns), grad_weight)
         grad_own = grad_kv_M2D[:num_own] if exchange.has_own_rows else None
         if not overlap.sends_rows:
             grad_own = exchange.finish_back(flight, grad_own, num_rows)
         if grad_own is not None:
-            projected.backward("key_value", grad_own, x_ND, slice(width, None), grad_weight, onto=grad_x_ND)
+            projected.backward("key_value", grad_own, x_ND, slice(columns, None), grad_weight, onto=grad_x_ND)
         if overlap.sends_rows:
             grad_x_ND = exchange.finish_back(flight, grad_x_ND, num_rows)
         return grad_x_ND, grad_weight, grad_table_BH, None

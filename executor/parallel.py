@@ -2,11 +2,11 @@
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from executor.compression import Factors
 from executor.record import Recorder
@@ -27,6 +27,7 @@ class FlatGradients:
     on all ranks.
 
     Args:
+        parameters: leaves by name, as this rank holds them.
         world: ranks to sum over; None for one rank.
         bucket_bytes: about how much one reduction takes.
         overlap: a bucket's reduction begins within the backward pass, in order, once its gradients are there; those
@@ -36,7 +37,7 @@ class FlatGradients:
 
     def __init__(
         self,
-        model: nn.Module,
+        parameters: Mapping[str, Tensor],
         recorder: Recorder,
         world: dist.ProcessGroup | None,
         *,
@@ -47,12 +48,12 @@ class FlatGradients:
         self._recorder = recorder
         self._compression = compression or GradientCompression()
         self._wire = Wire(recorder=recorder, world=world, goes_beside=overlap) if world is not None else None
-        shapes = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
-        parameters = list(reversed(list(model.parameters())))
-        sizes = [parameter.numel() for parameter in parameters]
-        device = parameters[0].device
+        shapes = [(name, tuple(parameter.shape)) for name, parameter in parameters.items()]
+        leaves = list(parameters.values())[::-1]
+        sizes = [parameter.numel() for parameter in leaves]
+        device = leaves[0].device
         self._buffer = torch.zeros(sum(sizes) + 1, device=device)
-        for parameter, view in zip(parameters, torch.split(self._buffer[:-1], sizes), strict=True):
+        for parameter, view in zip(leaves, torch.split(self._buffer[:-1], sizes), strict=True):
             parameter.grad = view.view_as(parameter)
         keeps = self._compression.kind in (CompressionKind.TOP_K, CompressionKind.POWER_SGD)
         self._residual = torch.zeros(sum(sizes) if keeps else 0, device=device)
@@ -68,7 +69,7 @@ class FlatGradients:
         self._loss_on_its_way: Launched | None = None
         self._running: list[_Running] = []
         if overlap and self._wire is not None:
-            self._watch(parameters)
+            self._watch(leaves)
 
     @property
     def flat(self) -> Tensor:
@@ -167,7 +168,7 @@ class FlatGradients:
             )
         return found
 
-    def _watch(self, parameters: list[nn.Parameter]) -> None:
+    def _watch(self, parameters: list[Tensor]) -> None:
         """Ask autograd to tell when it has added up the gradient of a parameter."""
         me = weakref.ref(self)  # the parameters would keep this object and its buffers alive
 

@@ -144,6 +144,16 @@ class Recorder:
         if mark is not None and phase is not Phase.BACKWARD:
             self._close()
 
+    def open(self, name: str, kind: TaskKind, phase: Phase, shape: tuple[int, ...], *, again: bool = True) -> None:
+        """Begin a task that lasts until the next one begins, for what runs between calls that others make of us.
+
+        Args:
+            again: begin it also where it is the one that is open.
+        """
+        self.position.task = name
+        if self.is_on and (again or self._open is None or self._open.name != self._prefix + task_name(name, phase)):
+            self._begin(name, kind, phase, shape, dtype=Dtype.FLOAT32)
+
     def shaped(self, shape: tuple[int, ...]) -> None:
         """Give the task that is under way its shape, where that is known only once it is done."""
         if self._open is not None:

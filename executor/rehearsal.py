@@ -6,8 +6,10 @@ called on a process group that brings nothing. What was marked and called is the
 """
 
 import contextlib
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from torch._subclasses.fake_tensor import (
@@ -16,7 +18,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
+    unset_fake_temporarily,
 )
+from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import executor.attention.fakes  # noqa: F401  # what attention gives on fake tensors
@@ -25,7 +29,7 @@ from executor.compat import FAKE_BACKEND
 from executor.counted import counted_data, counted_features
 from executor.data import Inputs, RankData
 from executor.marks import mark_discrepancies
-from executor.mesh import Place, joined_mesh
+from executor.mesh import Place, joined_mesh, mesh_choices
 from executor.record import Mark, Recorder
 from executor.train import TORCH_DTYPES, Trainer
 from simulator.readers.graphs import Graph
@@ -73,11 +77,9 @@ def rehearse(file: PlanFile, rank: int, tasks: Sequence[Task], *, work: RankWork
         FakeStore(),
         rank=rank,
         local_rank=0,
-        data_parallel_degree=plan.data_parallel_degree,
-        graph_parallel_degree=plan.graph_parallel_degree,
         cpu_affinity=False,
-        ranks_per_host=plan.ranks_per_host,
         backend=FAKE_BACKEND,
+        **mesh_choices(plan),
     )
     recorder = Recorder(precision=plan.precision)
     with mesh as place:
@@ -94,6 +96,23 @@ def rehearse(file: PlanFile, rank: int, tasks: Sequence[Task], *, work: RankWork
     return Rehearsal(rank=rank, findings=(*found, *call_discrepancies(tasks, calls.calls)), unchecked=())
 
 
+@contextlib.contextmanager
+def _real_meshes() -> Iterator[None]:
+    """Let meshes that are made inside keep real tensors of ranks: which one this is, they look up by number."""
+    make = DeviceMesh.__init__
+
+    @functools.wraps(make)
+    def made(*arguments: Any, **named: Any) -> None:
+        with unset_fake_temporarily():
+            make(*arguments, **named)
+
+    setattr(DeviceMesh, "__init__", made)  # noqa: B010  (mypy lets no method be assigned)
+    try:
+        yield
+    finally:
+        setattr(DeviceMesh, "__init__", make)  # noqa: B010
+
+
 def _run_step(
     file: PlanFile, place: Place, recorder: Recorder, work: RankWork, inputs: Inputs | None
 ) -> tuple[list[Mark], CollectiveCalls]:
@@ -102,7 +121,7 @@ def _run_step(
     train = replace(file.train, compile_dense=False)  # a step that is recorded runs task by task
     # Batches come from real arrays, which become fake where they are used.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode:
+    with mode, _real_meshes():
         trainer = Trainer(plan, file.graph, file.model, train, inputs or _no_inputs(), place, recorder)
     with contextlib.closing(trainer):
         recorder.start()

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import math
 import os
 import pickle
 import resource
@@ -24,7 +25,7 @@ from executor.environment import environment
 from executor.heartbeat import Heartbeat, backstop_seconds
 from executor.history import History
 from executor.launch import is_under_torchrun, launch, meet, run_as_rank
-from executor.mesh import Place, joined_mesh
+from executor.mesh import Place, joined_mesh, mesh_choices
 from executor.nccl_settings import told_nccl
 from executor.position import Position
 from executor.progress import CountProgress
@@ -250,11 +251,9 @@ def _train_as_rank(
         store,
         rank=rank,
         local_rank=int(os.environ.get("LOCAL_RANK", rank)),
-        data_parallel_degree=file.plan.data_parallel_degree,
-        graph_parallel_degree=file.plan.graph_parallel_degree,
         timeout_seconds=backstop_seconds(timeout_seconds),
         cpu_affinity=file.train.cpu_affinity,
-        ranks_per_host=file.plan.ranks_per_host,
+        **mesh_choices(file.plan),
     )
     with told_nccl(file.cluster), mesh as place, heartbeat.failures_told():
         heartbeat.timeout_seconds = timeout_seconds
@@ -322,7 +321,7 @@ def _contents(run: PlanRun, file: PlanFile) -> Sizes:
 def _sizes(trainer: Trainer, *, first_step: int) -> Sizes:
     """Return what this rank brings to the collectives."""
     return Sizes(
-        counts={"parameters": trainer.gradients.flat.numel()},
+        counts={"parameters": sum(map(math.prod, trainer.parameters.shapes.values()))},
         layouts={name: rows_of(layout) for name, layout in trainer.layouts(first_step).items()},
     )
 
@@ -377,7 +376,7 @@ def train_loop(
                 with position.waiting("losses"):
                     history.read_losses()
                 evaluation = trainer.evaluate()
-                history.add_evaluation(step, evaluation, trainer.model)
+                history.add_evaluation(step, evaluation, trainer.whole_weights)
                 accuracy = f"validation accuracy {evaluation.val_accuracy_ratio:.3f}"
                 progress.show(step + 1, f"loss {history.losses[-1]:.4f}, {accuracy}")
             checkpointing.after_step(step)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
 from executor.batches import Batches
+from executor.clipping import SharedClip, clip_flat_gradient_
 from executor.data import Inputs as Inputs
 from executor.data import RankData
 from executor.dense import compiled_dense
@@ -21,6 +22,8 @@ from executor.mesh import Place
 from executor.model import ForwardSettings, GraphTransformer
 from executor.parallel import FlatGradients
 from executor.record import Recorder
+from executor.shards import RankParameters, split_tensors
+from executor.shared_out import SharedOutGradients, give_up_whole, share_out
 from executor.step import CapturedFunction, CudaGraphs, cast_weights
 from simulator.errors import RunError
 from simulator.exchanges import wire_dtype
@@ -30,6 +33,7 @@ from simulator.specs.plan import Exchange, Plan, Recompute, StepMode
 from simulator.specs.program import Phase, TaskKind
 from simulator.specs.train import TrainSpec
 from simulator.specs.units import Dtype
+from simulator.workload import parameter_shapes
 
 # Steps before a capture: the first compiles kernels and makes the optimizer's state, the second finds them made.
 _STEP_WARM_UPS, _EVALUATION_WARM_UPS = 2, 1
@@ -70,20 +74,23 @@ class Trainer:
         torch.manual_seed(train.seed)  # parameters are drawn on the CPU, so alike on every rank and device
         drawn = GraphTransformer(graph, model, recorder)
         self.model = drawn if place.device.type == "cpu" else drawn.to(place.device)  # fake tensors cannot be moved
-        self.gradients = FlatGradients(
+        if place.tensor_mesh is not None:
+            split_tensors(self.model, place.tensor_mesh)
+        if place.row_mesh is not None and plan.shares_out:
+            share_out(self.model, place.row_mesh, plan.shard_parameters, recorder)
+        self.parameters = RankParameters(
             self.model,
-            recorder,
-            place.world,
-            bucket_bytes=plan.gradient_bucket_bytes,
-            overlap=plan.overlap_gradients,
-            compression=plan.gradient_compression,
+            dict(parameter_shapes(graph, model)),
+            place.tensor_mesh,
+            place.row_mesh if plan.shares_out else None,
         )
+        self.gradients = self._made_gradients()
         # What changes from step to step lies on the device, where a CUDA graph reads it.
         self.learning_rate = torch.tensor(0.0, device=place.device)  # whose value is known where tensors are fake
         self.dropout_word = torch.zeros((), dtype=torch.int32, device=place.device)
         self._rate_factor = learning_rate_schedule(train)
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
+            list(self.parameters.own.values()),
             lr=self.learning_rate,
             weight_decay=train.weight_decay,
             fused=True,
@@ -95,11 +102,29 @@ class Trainer:
             overlaps=plan.overlap_exchange,
             payload=plan.exchange_payload,
             wire=TORCH_DTYPES[wire_dtype(plan)],
+            weights=None if place.tensor_group is None or plan.shares_out else self.parameters.own,
             compiled=compiled,
+            tensor_group=place.tensor_group,
         )
+        self._clip = self._shared_clip()
         self.rank_states: dict[str, Stateful] = {"gradients": self.gradients}
         self.batches = Batches(plan, inputs, place, model, dtype=TORCH_DTYPES[plan.precision], seed=train.seed)
         self._captured: tuple[CapturedFunction, CapturedFunction] | None = None
+
+    def _made_gradients(self) -> FlatGradients | SharedOutGradients:
+        """Return what sums the gradients of this rank."""
+        plan, group = self.plan, self.place.gradient_group
+        if plan.shares_out:
+            assert group is not None, "parameters are shared out among several ranks"
+            return SharedOutGradients(self.model, self.parameters, self.recorder, group)
+        return FlatGradients(
+            self.parameters.own,
+            self.recorder,
+            group,
+            bucket_bytes=plan.gradient_bucket_bytes,
+            overlap=plan.overlap_gradients,
+            compression=plan.gradient_compression,
+        )
 
     def step(self, step: int, data: RankData) -> Tensor:
         """Update the parameters once; return the loss of all ranks as a tensor on the device."""
@@ -130,7 +155,7 @@ class Trainer:
             data, graphs = self.batch(0), CudaGraphs()
 
             def settings() -> ForwardSettings:
-                weights = cast_weights(self.model, TORCH_DTYPES[self.plan.precision])
+                weights = cast_weights(self.parameters.own, TORCH_DTYPES[self.plan.precision])
                 return replace(self.settings, weights=weights)
 
             self._captured = (
@@ -152,26 +177,46 @@ class Trainer:
 
     def update(self) -> None:
         """Clip the gradients, move the parameters, forget the gradients."""
-        flat = self.gradients.flat
-        shape = (flat.numel(), len(self.optimizer.param_groups[0]["params"]))
-        with self.recorder.task("clip", TaskKind.CLIP, Phase.UPDATE, shape):
-            clip_flat_gradient_(flat, self.train_spec.max_gradient_norm)
+        own, max_norm = list(self.parameters.own.values()), self.train_spec.max_gradient_norm
+        shape = (sum(value.numel() for value in own), len(own))
+        if self._clip is None:
+            assert isinstance(self.gradients, FlatGradients), "ranks that share parameters out clip together"
+            with self.recorder.task("clip", TaskKind.CLIP, Phase.UPDATE, shape):
+                clip_flat_gradient_(self.gradients.flat, max_norm)
+        else:
+            self._clip.clip_([value.grad for value in own if value.grad is not None], max_norm)
         with self.recorder.task("optimizer", TaskKind.OPTIMIZER, Phase.UPDATE, shape):
             # Fused, it can be captured as it is; torch wants to be told in a capture, and warns outside of one.
-            is_capturing = flat.is_cuda and torch.cuda.is_current_stream_capturing()
+            is_capturing = own[0].is_cuda and torch.cuda.is_current_stream_capturing()
             self.optimizer.param_groups[0]["capturable"] = is_capturing
             self.optimizer.step()
             self.gradients.zero()
+
+    def _shared_clip(self) -> SharedClip | None:
+        """Return what clips gradients that several ranks share; None where each has all of them."""
+        parameters = self.parameters
+        group = self.place.world if self.plan.shares_out else self.place.tensor_group
+        if group is None:
+            return None
+        weights = [1.0 if parameters.is_split(name) else 1 / parameters.tensor_degree for name in parameters.own]
+        return SharedClip(recorder=self.recorder, group=group, weight_T=torch.tensor(weights, device=self.place.device))
+
+    def whole_weights(self) -> dict[str, Tensor]:
+        """Return copies of all parameters on the CPU, whole; every rank calls this together."""
+        own = self.parameters.own
+        with self.recorder.position.waiting("the parameters of all ranks"):
+            return {name: self.parameters.whole(name, value.detach()).cpu().clone() for name, value in own.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that later steps depend on beside their numbers and the specs; it is alike on every rank.
 
         Returns:
-            Tables of the tensors in use, by the parameters' names: "model" and "optimizer"; and "random", copies of the
-            states of torch's generators. To go on from other values, write them into the tensors: captured steps read
-            them where they are.
+            Tables of the tensors in use, by the parameters' names: "model" and "optimizer", DTensors where ranks share
+            them; and "random", copies of the states of torch's generators. To go on from other values, write them into
+            the tensors: captured steps read them where they are.
         """
-        parameters = {name: value.detach() for name, value in self.model.named_parameters()}
+        stored = self.parameters.stored
+        parameters = {name: stored(name, value.detach()) for name, value in self.parameters.own.items()}
         random = {"cpu": torch.get_rng_state()}
         if self.place.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self.place.device)
@@ -197,14 +242,20 @@ class Trainer:
 
     def _optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """Return the optimizer's tensors by parameter; they are made first where no step has made them."""
-        parameters = dict(self.model.named_parameters())
         if not self.optimizer.state:
             # A step by nothing: gradients are zero between steps, and so is the rate, which also scales the decay.
             self.learning_rate.zero_()
+            for value in self.parameters.own.values():
+                value.grad = torch.zeros_like(value) if value.grad is None else value.grad
             self.optimizer.step()
+            self.gradients.zero()
             for made in self.optimizer.state.values():
                 made["step"].zero_()
-        return {name: dict(self.optimizer.state[value]) for name, value in parameters.items()}
+        stored = self.parameters.stored
+        return {
+            name: {key: stored(name, moment) for key, moment in self.optimizer.state[value].items()}
+            for name, value in self.parameters.own.items()
+        }
 
     def batch(self, step: int) -> RankData:
         """Return this rank's share of a step's batch; where it is made in the step, that is one of its tasks.
@@ -232,7 +283,7 @@ class Trainer:
     def evaluate(self) -> Evaluation:
         """Return accuracies on the whole graph, every rank on its own parts, whatever the plan trains on."""
         data = self.batches.whole_graph()
-        exchange = Exchange.HALO if self.plan.num_ranks > 1 else Exchange.NONE
+        exchange = Exchange.HALO if self.plan.num_row_ranks > 1 else Exchange.NONE
         num_layers = len(self.plan.exchange)
         if self._is_replayed:
             right_N = self._captured_functions()[1]()
@@ -247,29 +298,25 @@ class Trainer:
                 compiled=None,
             )
             right_N = self._is_right(data, settings)
+        if self.plan.shares_out:
+            give_up_whole(self.model)
         with self.recorder.position.waiting("accuracies"):
             counts = [[right_N[rows].sum(), torch.tensor(rows.numel())] for rows in data.mask_rows.values()]
             totals = torch.tensor([[int(right), int(total)] for right, total in counts], device=self.place.device)
-            if self.place.world is not None:
-                dist.all_reduce(totals, group=self.place.world)
+            if self.place.gradient_group is not None:
+                dist.all_reduce(totals, group=self.place.gradient_group)
             train, val, test = (right / max(total, 1) for right, total in totals.tolist())
         return Evaluation(train_accuracy_ratio=train, val_accuracy_ratio=val, test_accuracy_ratio=test)
 
     def layouts(self, step: int) -> dict[str, ExchangeLayout]:
         """Return the rows that this rank exchanges with others, in a step and in an evaluation; none of a lone rank."""
-        if self.place.world is None:
+        if self.place.gradient_group is None:
             return {}
         data, name = self.batch(step), f"step {step + 1}"
         found = {name: data.layout, "an evaluation": self.batches.whole_graph().layout}
         if data.hosts is not None:
             found |= {f"{name} between hosts": data.hosts.between, f"{name} inside a host": data.hosts.inside}
         return {name: layout for name, layout in found.items() if layout.group is not None}
-
-
-def clip_flat_gradient_(flat: Tensor, max_norm: float) -> None:
-    """Scale a gradient down to a norm, in place and without a device sync; a smaller one stays."""
-    norm = torch.linalg.vector_norm(flat)
-    flat.mul_((max_norm / norm.clamp(min=1e-12)).clamp(max=1.0))
 
 
 def learning_rate_schedule(train: TrainSpec) -> Callable[[int], float]:

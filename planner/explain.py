@@ -55,7 +55,13 @@ def description(plan: Plan) -> str:
         batch += group + (", kept on the device" if plan.keep_batches else "")
     again = sum(recompute is Recompute.LAYER for recompute in plan.recompute)
     recompute = f", {again} of {len(plan.recompute)} layers recomputed" if again else ""
-    return f"{ranks}: {batch}, {plan.precision.value}{recompute}{_gradients_text(plan)}"
+    return f"{ranks}: {batch}{_tensor_text(plan)}, {plan.precision.value}{recompute}{_gradients_text(plan)}"
+
+
+def _tensor_text(plan: Plan) -> str:
+    """Return how many ranks share heads, where several do, and a comma before it."""
+    degree = plan.tensor_parallel_degree
+    return f", heads on {degree} ranks each" if degree > 1 else ""
 
 
 def _gradients_text(plan: Plan) -> str:
@@ -66,6 +72,8 @@ def _gradients_text(plan: Plan) -> str:
     if plan.overlap_gradients:
         size = format_quantity(plan.gradient_bucket_bytes, Dimension.BYTES)
         choices.append(f"buckets of {size} reduced beside the backward pass")
+    if plan.shares_out:
+        choices.append(f"parameters shared out ({plan.shard_parameters})")
     return "".join(f", {choice}" for choice in choices)
 
 

@@ -6,13 +6,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, assert_never
 
-from simulator.constraints import step_mode_of
+from simulator.constraints import step_mode_of, tensor_degree_fits
 from simulator.gradients import gradient_buckets
 from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.gradients import GradientCompression
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import ModelSpec
-from simulator.specs.plan import ROW_EXCHANGES, Exchange, ExchangePayload, PartitionSpec, Plan, SampledBatches
+from simulator.specs.plan import (
+    ROW_EXCHANGES,
+    Exchange,
+    ExchangePayload,
+    ParameterSharding,
+    PartitionSpec,
+    Plan,
+    SampledBatches,
+)
 from simulator.specs.search import BatchKind, SearchSpec
 from simulator.specs.units import Dtype
 from simulator.workload import parameter_shapes
@@ -27,6 +35,15 @@ def rank_counts(cluster: ClusterSpec, search: SearchSpec) -> tuple[int, ...]:
         return tuple(sorted(set(search.num_ranks)))
     devices = cluster.num_devices
     return tuple(sorted({2**power for power in range(devices.bit_length()) if 2**power <= devices} | {devices}))
+
+
+def tensor_degrees(num_ranks: int, model: ModelSpec, cluster: ClusterSpec, search: SearchSpec) -> tuple[int, ...]:
+    """Return by how many of some ranks heads and feed-forward columns may be shared, each an even share."""
+    most = cluster.devices_per_host if cluster.device.kind is DeviceKind.CUDA else 1
+    asked = search.tensor_parallel_degrees or tuple(2**power for power in range(most.bit_length()))
+    return tuple(
+        degree for degree in sorted(set(asked)) if num_ranks % degree == 0 and tensor_degree_fits(degree, model)
+    )
 
 
 def candidates(
@@ -46,14 +63,20 @@ def candidates(
         partition: gives the cut into so many parts; it is asked only for cuts that some candidate needs.
         sampled: gives the sampled batches of so many replicas; needed where the search names them.
     """
-    for num_ranks in rank_counts(cluster, search):
-        reductions = list(_reductions(graph, model, cluster, search, num_ranks))
-        for batches in _batches(num_ranks, search, cluster):
-            replicas = num_ranks // batches.graph_parallel_degree
+    meshes = (
+        (num_ranks, degree)
+        for num_ranks in rank_counts(cluster, search)
+        for degree in tensor_degrees(num_ranks, model, cluster, search)
+    )
+    for num_ranks, tensor_degree in meshes:
+        num_row_ranks = num_ranks // tensor_degree
+        reductions = list(_reductions(graph, model, cluster, search, num_row_ranks))
+        for batches in _batches(num_row_ranks, search, cluster):
+            replicas = num_row_ranks // batches.graph_parallel_degree
             cut = partition(batches.num_parts)
             is_full_graph = batches.kind is BatchKind.FULL_GRAPH
             step_mode = step_mode_of(num_ranks=num_ranks, is_full_graph=is_full_graph, cluster=cluster)
-            crosses_hosts = is_full_graph and cut.hosts is not None
+            crosses_hosts = is_full_graph and cut.hosts is not None and tensor_degree == 1
             exchanges = list(_exchanges(batches.graph_parallel_degree, search, crosses_hosts=crosses_hosts))
             plain_cut = replace(cut, hosts=None)
             for (exchange, choices), recompute, precision, reduction in itertools.product(
@@ -64,6 +87,8 @@ def candidates(
                 yield Plan(
                     data_parallel_degree=replicas,
                     graph_parallel_degree=batches.graph_parallel_degree,
+                    tensor_parallel_degree=tensor_degree,
+                    shard_parameters=reduction.sharding,
                     partition=cut if exchange is Exchange.HIERARCHICAL_HALO else plain_cut,
                     parts_per_batch=batches.parts_per_batch,
                     exchange=(exchange,) * model.num_layers,
@@ -83,21 +108,38 @@ def candidates(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reduction:
-    """How a candidate reduces its gradients."""
+    """How a candidate reduces its gradients, and whether ranks share out what they update."""
 
     bucket_bytes: int
     overlaps: bool = False
     compression: GradientCompression = field(default_factory=GradientCompression)
+    sharding: ParameterSharding = ParameterSharding.NONE
 
 
 def _reductions(
     graph: GraphSpec, model: ModelSpec, cluster: ClusterSpec, search: SearchSpec, num_ranks: int
 ) -> Iterator[_Reduction]:
-    """Yield the ways to reduce gradients, those that begin no sooner or send no other buckets than another left out."""
+    """Yield the ways to reduce gradients, those that begin no sooner or send no other buckets than another left out.
+
+    Args:
+        num_ranks: over which they are summed.
+    """
     sizes = sorted(search.gradient_bucket_bytes, reverse=True)
     if num_ranks == 1:
         yield _Reduction(bucket_bytes=sizes[0])
         return
+    if ParameterSharding.NONE in search.parameter_shardings:
+        yield from _bucket_reductions(graph, model, cluster, search)
+    for sharding in search.parameter_shardings:
+        if sharding is not ParameterSharding.NONE:
+            yield _Reduction(bucket_bytes=sizes[0], sharding=sharding)
+
+
+def _bucket_reductions(
+    graph: GraphSpec, model: ModelSpec, cluster: ClusterSpec, search: SearchSpec
+) -> Iterator[_Reduction]:
+    """Yield the ways to reduce gradients in buckets."""
+    sizes = sorted(search.gradient_bucket_bytes, reverse=True)
     elements = [math.prod(shape) for _, shape in reversed(parameter_shapes(graph, model))]
     distinct = {gradient_buckets(elements, size): size for size in reversed(sizes)}
     on_gpus = cluster.device.kind is DeviceKind.CUDA

@@ -1,6 +1,6 @@
 """Why a plan cannot run here, in sentences."""
 
-from simulator.exchanges import rows_per_message, wire_dtype
+from simulator.exchanges import rank_heads, rows_per_message, wire_dtype
 from simulator.fabric import fabric_of
 from simulator.gradients import MAX_TOP_K_ELEMENTS, buckets_of, is_factorised
 from simulator.specs.cluster import ClusterSpec, DeviceKind
@@ -9,7 +9,9 @@ from simulator.specs.graph import GraphSpec
 from simulator.specs.model import ModelSpec
 from simulator.specs.plan import ROW_EXCHANGES, Exchange, ExchangePayload, Plan, StepMode
 from simulator.specs.train import TrainSpec
-from simulator.workload import parameter_shapes
+from simulator.workload import rank_parameter_shapes
+
+_ALONE = "data_parallel_degree and graph_parallel_degree are 1"
 
 
 def violations(plan: Plan, graph: GraphSpec, model: ModelSpec, cluster: ClusterSpec) -> list[str]:
@@ -17,8 +19,12 @@ def violations(plan: Plan, graph: GraphSpec, model: ModelSpec, cluster: ClusterS
 
     Memory is not judged here but by `simulator/memory.py`.
     """
+    mesh = [*_mesh_violations(plan, graph, cluster), *_tensor_violations(plan, model)]
+    if not tensor_degree_fits(plan.tensor_parallel_degree, model):
+        return mesh  # how many heads a rank has is not known
     return [
-        *_mesh_violations(plan, graph, cluster),
+        *mesh,
+        *_sharing_violations(plan, model),
         *_batch_violations(plan),
         *_sample_violations(plan, model),
         *_loading_violations(plan),
@@ -36,6 +42,16 @@ def training_violations(plan: Plan, train: TrainSpec, cluster: ClusterSpec) -> l
     found = []
     if train.compile_dense and cluster.device.kind is not DeviceKind.CUDA:
         found.append(f"train.compile_dense must be false on devices of kind {cluster.device.kind}: it is for cuda")
+    if train.compile_dense and plan.tensor_parallel_degree > 1:
+        found.append(
+            f"train.compile_dense must be false when {plan.tensor_parallel_degree=}: between the dense operations of a "
+            "layer its ranks sum, and each piece would be compiled for itself"
+        )
+    if train.compile_dense and plan.shares_out:
+        found.append(
+            f"train.compile_dense must be false when shard_parameters is {plan.shard_parameters}: the weights of a "
+            "layer come and go"
+        )
     if train.compile_dense and not plan.is_full_graph:
         found.append(
             "train.compile_dense must be false when batches are clusters or sampled: their shapes differ, and each "
@@ -48,8 +64,8 @@ def _mesh_violations(plan: Plan, graph: GraphSpec, cluster: ClusterSpec) -> list
     found = []
     if plan.num_ranks > cluster.num_devices:
         found.append(
-            f"{plan.num_ranks=} must not exceed {cluster.num_devices=}: lower data_parallel_degree or "
-            "graph_parallel_degree"
+            f"{plan.num_ranks=} must not exceed {cluster.num_devices=}: lower data_parallel_degree, "
+            "graph_parallel_degree or tensor_parallel_degree"
         )
     num_nodes = sum(part.num_nodes for part in plan.partition.parts)
     if num_nodes != graph.num_nodes:
@@ -58,6 +74,57 @@ def _mesh_violations(plan: Plan, graph: GraphSpec, cluster: ClusterSpec) -> list
     if num_edges != graph.num_edges:
         found.append(
             f"the parts of the plan hold {num_edges} edges, but {graph.num_edges=}: partition this graph again"
+        )
+    return found
+
+
+def tensor_degree_fits(degree: int, model: ModelSpec) -> bool:
+    """Return whether so many ranks can share the heads and feed-forward columns of a model evenly."""
+    return model.num_heads % degree == 0 and model.feed_forward_width % degree == 0
+
+
+def _tensor_violations(plan: Plan, model: ModelSpec) -> list[str]:
+    degree = plan.tensor_parallel_degree
+    fitting = [str(other) for other in range(1, model.num_heads + 1) if tensor_degree_fits(other, model)]
+    found = [
+        f"tensor_parallel_degree = {degree} must divide {name} = {count}, which the ranks share evenly: use "
+        f"{' or '.join(filter(None, (', '.join(fitting[:-1]), fitting[-1])))}"
+        for name, count in (("num_heads", model.num_heads), ("feed_forward_width", model.feed_forward_width))
+        if count % degree
+    ]
+    if degree > 1 and Exchange.HIERARCHICAL_HALO in plan.exchange:
+        found.append(
+            f"tensor_parallel_degree must be 1 with {Exchange.HIERARCHICAL_HALO}, got {degree}: its ranks of a host "
+            "follow one another, and those of a graph group do not; use halo"
+        )
+    return found
+
+
+def _sharing_violations(plan: Plan, model: ModelSpec) -> list[str]:
+    """Say why parameters cannot be shared out as a plan asks, or which of its choices would have no effect then."""
+    if not plan.shares_out:
+        return []
+    found, field = [], f"shard_parameters is {plan.shard_parameters}"
+    if plan.num_row_ranks == 1:
+        return [
+            f"shard_parameters must be none when {_ALONE}, got {plan.shard_parameters}: there is no rank to share with"
+        ]
+    if model.width % plan.num_row_ranks:
+        found.append(
+            f"data_parallel_degree * graph_parallel_degree = {plan.num_row_ranks} must divide {model.width=} when "
+            f"{field}: ranks share columns evenly; use another number of ranks, or none"
+        )
+    if plan.overlap_gradients:
+        found.append(f"overlap_gradients must be false when {field}: gradients are summed layer by layer anyway")
+    if plan.gradient_compression.kind is not CompressionKind.NONE:
+        found.append(
+            f"gradient_compression must be none when {field}, got {plan.gradient_compression}: each rank gets the sum "
+            "of its share"
+        )
+    if plan.step_mode is not StepMode.EAGER:
+        found.append(
+            f"step_mode must be eager when {field}, got {plan.step_mode}: memory of parameters is given up and taken "
+            "again in each step"
         )
     return found
 
@@ -145,12 +212,10 @@ def _layer_violations(plan: Plan, model: ModelSpec) -> list[str]:
 def _gradient_violations(plan: Plan, graph: GraphSpec, model: ModelSpec) -> list[str]:
     found = []
     compression = plan.gradient_compression
-    if plan.num_ranks == 1 and plan.overlap_gradients:
-        found.append(f"overlap_gradients must be false when {plan.num_ranks=}: a single rank reduces nothing")
-    if plan.num_ranks == 1 and compression.kind is not CompressionKind.NONE:
-        found.append(
-            f"gradient_compression must be none when {plan.num_ranks=}, got {compression}: a single rank sends nothing"
-        )
+    if plan.num_row_ranks == 1 and plan.overlap_gradients:
+        found.append(f"overlap_gradients must be false when {_ALONE}: nothing is reduced")
+    if plan.num_row_ranks == 1 and compression.kind is not CompressionKind.NONE:
+        found.append(f"gradient_compression must be none when {_ALONE}, got {compression}: nothing is sent")
     if plan.overlap_gradients and plan.step_mode is not StepMode.EAGER:
         found.append(
             f"overlap_gradients must be false when step_mode is {plan.step_mode}: there all weights are cast at once, "
@@ -159,12 +224,12 @@ def _gradient_violations(plan: Plan, graph: GraphSpec, model: ModelSpec) -> list
     if plan.overlap_gradients and has_ranks_without_heads(plan, model):
         found.append(
             f"overlap_gradients must be false when head_all_to_all leaves ranks without heads "
-            f"(graph_parallel_degree = {plan.graph_parallel_degree}, num_heads = {model.num_heads}): they have fewer "
-            "tasks, and would begin buckets in another place"
+            f"(graph_parallel_degree = {plan.graph_parallel_degree}, num_heads = {rank_heads(plan, model)}): they have "
+            "fewer tasks, and would begin buckets in another place"
         )
-    if plan.num_ranks == 1:
+    if plan.num_row_ranks == 1 or plan.shares_out:
         return found
-    buckets = buckets_of(parameter_shapes(graph, model), plan.gradient_bucket_bytes)
+    buckets = buckets_of(rank_parameter_shapes(plan, graph, model), plan.gradient_bucket_bytes)
     largest = max(bucket.num_elements for bucket in buckets)
     if compression.kind is CompressionKind.TOP_K and largest > MAX_TOP_K_ELEMENTS:
         found.append(
@@ -252,7 +317,7 @@ def _link_violations(plan: Plan, cluster: ClusterSpec) -> list[str]:
 
 def has_ranks_without_heads(plan: Plan, model: ModelSpec) -> bool:
     """Return whether an exchange of heads leaves some ranks of a graph group without any."""
-    return Exchange.HEAD_ALL_TO_ALL in plan.exchange and plan.graph_parallel_degree > model.num_heads
+    return Exchange.HEAD_ALL_TO_ALL in plan.exchange and plan.graph_parallel_degree > rank_heads(plan, model)
 
 
 def step_mode_of(*, num_ranks: int, is_full_graph: bool, cluster: ClusterSpec) -> StepMode:

@@ -96,6 +96,9 @@ def task_bytes(kind: TaskKind, phase: Phase, shape: tuple[int, ...], dtype: Dtyp
         case TaskKind.TOP_K_SUM:
             elements, kept, ranks = shape
             return 4.0 * elements + 12.0 * kept * ranks
+        case TaskKind.SHARD_COPY:
+            shares, elements = shape
+            return 8.0 * shares * elements
         case _ if kind in UPDATES:
             return 4.0 * shape[0]
         case _:

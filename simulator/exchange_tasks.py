@@ -12,6 +12,8 @@ from simulator.exchanges import (
     message_name,
     num_messages,
     payload_columns,
+    rank_columns,
+    rank_heads,
     rows_in_message,
     rows_per_message,
     wire_dtype,
@@ -168,6 +170,16 @@ class AttentionLowering:
     layer: str
     exchange: Exchange
 
+    @property
+    def heads(self) -> int:
+        """Heads that this rank, or its graph group where heads travel, attends with."""
+        return rank_heads(self.plan, self.model)
+
+    @property
+    def columns(self) -> int:
+        """Numbers of a row's queries in these heads."""
+        return rank_columns(self.plan, self.model)
+
     def operations(self) -> list[Operation]:
         """Return what follows the layer's first norm, up to the output of attention."""
         index = int(self.layer.removeprefix("layer"))
@@ -204,8 +216,8 @@ class AttentionLowering:
             return [self._project(), *exchange, *attention]
         return [
             *exchange,
-            same(f"{self.layer}.query", TaskKind.PROJECTION, (work.num_rows, width, width)),
-            same(f"{self.layer}.key_value", TaskKind.PROJECTION, (sources, width, 2 * width)),
+            same(f"{self.layer}.query", TaskKind.PROJECTION, (work.num_rows, width, self.columns)),
+            same(f"{self.layer}.key_value", TaskKind.PROJECTION, (sources, width, 2 * self.columns)),
             *attention,
         ]
 
@@ -230,18 +242,18 @@ class AttentionLowering:
             replace(operation, is_in_flight=_is_collective(operation))
             for operation in self._messages(own_rows=0, overlaps=True, in_place=not sends_rows)
         ]
-        key_value = same(f"{layer}.key_value", TaskKind.PROJECTION, (work.num_rows, width, 2 * width))
+        key_value = same(f"{layer}.key_value", TaskKind.PROJECTION, (work.num_rows, width, 2 * self.columns))
         start = [*start, key_value] if sends_rows else [key_value, *start]
-        start.append(same(f"{layer}.query", TaskKind.PROJECTION, (work.num_rows, width, width)))
+        start.append(same(f"{layer}.query", TaskKind.PROJECTION, (work.num_rows, width, self.columns)))
         arrived = [*self._widen(), *self._pass_on(copies_held=False)]
         if sends_rows:
-            arrived.append(same(f"{layer}.key_value_halo", TaskKind.PROJECTION, (remote, width, 2 * width)))
+            arrived.append(same(f"{layer}.key_value_halo", TaskKind.PROJECTION, (remote, width, 2 * self.columns)))
         if wire_dtype(self.plan) is not self.plan.precision and self.exchange not in HALO_EXCHANGES:
             columns = payload_columns(self.plan, model)
             arrived.insert(1, same(f"{layer}.own_rows", TaskKind.COPY_ROWS, (work.num_rows, columns)))
         arrived.append(self._attention("_halo", work.outer_edges, remote, targets=work.num_boundary_rows))
         arrived[0] = replace(arrived[0], joins=True)
-        merge_shape = (work.num_rows, work.num_boundary_rows, model.num_heads, model.head_size)
+        merge_shape = (work.num_rows, work.num_boundary_rows, self.heads, model.head_size)
         operations = [
             *start,
             *self._attend("_interior", work.inner_edges, work.num_rows),
@@ -254,7 +266,7 @@ class AttentionLowering:
 
     def _overlapped_backward(self, *, sends_rows: bool) -> list[Operation]:
         """Return what runs backward, in this order."""
-        work, width, layer = self.work, self.model.width, self.layer
+        work, width, columns, layer = self.work, self.model.width, self.columns, self.layer
         is_halo, remote = self.exchange in HALO_EXCHANGES, work.num_remote_rows(self.exchange)
         sent = list(self._messages(own_rows=0, overlaps=True, adds_own=sends_rows or is_halo))
         exchanges = [replace(each, backward_is_in_flight=True) for each in sent if _is_collective(each)]
@@ -262,11 +274,11 @@ class AttentionLowering:
         taken[0] = replace(taken[0], backward_joins=True)
         shape = self._attention("", work.edges, remote + is_halo * work.num_rows).shape
         first: list[Operation] = []
-        query = same(f"{layer}.query", TaskKind.PROJECTION, (work.num_rows, width, width))
-        key_value = same(f"{layer}.key_value", TaskKind.PROJECTION, (work.num_rows, width, 2 * width))
+        query = same(f"{layer}.query", TaskKind.PROJECTION, (work.num_rows, width, columns))
+        key_value = same(f"{layer}.key_value", TaskKind.PROJECTION, (work.num_rows, width, 2 * columns))
         meanwhile = [*self._bias("", work.edges), query]
         if sends_rows:
-            first.append(same(f"{layer}.key_value_halo", TaskKind.PROJECTION, (remote, width, 2 * width)))
+            first.append(same(f"{layer}.key_value_halo", TaskKind.PROJECTION, (remote, width, 2 * columns)))
             meanwhile += [key_value] * is_halo
         else:
             taken.append(key_value)
@@ -394,7 +406,7 @@ class AttentionLowering:
     def _by_heads(self) -> list[Operation]:
         """Return nodes to heads, attention of the own heads over all edges, and the way back."""
         model, work, layer = self.model, self.work, self.layer
-        heads = head_counts(model.num_heads, len(work.rows_by_rank))
+        heads = head_counts(self.heads, len(work.rows_by_rank))
         own_heads, rows = heads[work.graph_rank], work.num_group_rows
         wire, columns = wire_dtype(self.plan), own_heads * model.head_size
         found = [self._project(), *self._head_messages(heads, to_heads=True)]
@@ -429,7 +441,7 @@ class AttentionLowering:
             copied = same(
                 message_name(f"{layer}.{'pack' if to_heads else 'unpack'}", index, count),
                 TaskKind.COPY_ROWS,
-                (own, (3 if to_heads else 1) * model.width),
+                (own, (3 if to_heads else 1) * self.columns),
             )
             sent = Operation(
                 name=message_name(f"{layer}.{'exchange' if to_heads else 'exchange_back'}", index, count),
@@ -446,8 +458,8 @@ class AttentionLowering:
     # --- What all of them do.
 
     def _project(self) -> Operation:
-        width = self.model.width
-        return same(f"{self.layer}.query_key_value", TaskKind.PROJECTION, (self.work.num_rows, width, 3 * width))
+        shape = (self.work.num_rows, self.model.width, 3 * self.columns)
+        return same(f"{self.layer}.query_key_value", TaskKind.PROJECTION, shape)
 
     def _attend(
         self, suffix: str, edges: EdgeCounts, sources: int, *, targets: int | None = None, heads: int | None = None
@@ -461,7 +473,7 @@ class AttentionLowering:
     def _bias(self, suffix: str, edges: EdgeCounts, *, heads: int | None = None) -> list[Operation]:
         if self.model.edge_bias is EdgeBias.NONE:
             return []
-        shape = (edges.num_edges, self.model.num_heads if heads is None else heads)
+        shape = (edges.num_edges, self.heads if heads is None else heads)
         return [same(f"{self.layer}.edge_bias{suffix}", TaskKind.EDGE_BIAS, shape)]
 
     def _attention(
@@ -473,7 +485,7 @@ class AttentionLowering:
             edges.num_edges,
             edges.num_of_long_targets,
             edges.num_of_long_sources,
-            self.model.num_heads if heads is None else heads,
+            self.heads if heads is None else heads,
             self.model.head_size,
         )
         return same(f"{self.layer}.attention{suffix}", TaskKind.ATTENTION, shape)

@@ -16,9 +16,20 @@ def first_head(num_heads: int, num_ranks: int, rank: int) -> int:
     return sum(head_counts(num_heads, num_ranks)[:rank])
 
 
+def rank_heads(plan: Plan, model: ModelSpec) -> int:
+    """Return the heads that a rank, or its graph group where heads travel, attends with."""
+    return model.num_heads // plan.tensor_parallel_degree
+
+
+def rank_columns(plan: Plan, model: ModelSpec) -> int:
+    """Return the numbers of a row's queries in these heads; keys and values have as many."""
+    return rank_heads(plan, model) * model.head_size
+
+
 def payload_columns(plan: Plan, model: ModelSpec) -> int:
     """Return the numbers of a row that travels in a halo exchange or an all-gather."""
-    return 2 * model.width if plan.exchange_payload is ExchangePayload.KEYS_AND_VALUES else model.width
+    is_row = plan.exchange_payload is ExchangePayload.ROWS
+    return model.width if is_row else 2 * rank_columns(plan, model)
 
 
 def wire_dtype(plan: Plan) -> Dtype:
@@ -40,7 +51,7 @@ def rows_per_message(plan: Plan, model: ModelSpec, exchange: Exchange, *, num_ra
     num_ranks = num_ranks or plan.graph_parallel_degree
     columns = payload_columns(plan, model)
     if exchange is Exchange.HEAD_ALL_TO_ALL:
-        columns = 3 * max(head_counts(model.num_heads, num_ranks)) * model.head_size
+        columns = 3 * max(head_counts(rank_heads(plan, model), num_ranks)) * model.head_size
     return plan.exchange_chunk_bytes // (columns * wire_dtype(plan).num_bytes * max(num_ranks - 1, 1))
 
 

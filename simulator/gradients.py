@@ -260,6 +260,8 @@ def gradient_operations(parameter: str, operations: Collection[str]) -> frozense
         operations: names of all operations with a backward pass, such as "layer0.query_key_value".
     """
     base = parameter.removesuffix(".weight").removesuffix(".bias")
+    if parameter == f"{base}.bias" and f"{base}_bias" in operations:
+        return frozenset({f"{base}_bias"})  # it is no part of the product
     name = base.rpartition(".")[2]
     module = base.removesuffix(name)
     names = {f"{module}{each}{end}" for each in _SHARED_WEIGHTS.get(name, (name,)) for end in _PARTIAL}

@@ -7,17 +7,28 @@ from simulator.exchanges import (
     head_counts,
     num_messages,
     payload_columns,
+    rank_columns,
+    rank_heads,
     rows_in_message,
     rows_per_message,
     wire_dtype,
 )
 from simulator.gradients import PARAMETER_BYTES, buckets_of, kept_bytes, passing_bytes
+from simulator.sharding import REST, share_elements, units_of
 from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import EdgeBias, ModelSpec
-from simulator.specs.plan import HALO_EXCHANGES, ROW_EXCHANGES, Exchange, ExchangePayload, Plan, Recompute
+from simulator.specs.plan import (
+    HALO_EXCHANGES,
+    ROW_EXCHANGES,
+    Exchange,
+    ExchangePayload,
+    ParameterSharding,
+    Plan,
+    Recompute,
+)
 from simulator.specs.units import Dimension, format_quantity
-from simulator.workload import RankWork, num_input_columns, num_parameters, parameter_shapes, rank_work
+from simulator.workload import RankWork, num_input_columns, num_updated, rank_parameter_shapes, rank_work
 
 INDEX_BYTES = 8  # torch's indices are int64
 SCORE_BYTES = 4  # softmax is fp32
@@ -44,10 +55,10 @@ def peak_memory(
     found = []
     for rank in range(plan.num_ranks):
         # Only the ranks that evaluate a part differ in the parts that they evaluate.
-        evaluates = -1 if plan.is_full_graph else min(rank, plan.partition.num_parts)
+        evaluates = -1 if plan.is_full_graph else min(plan.row_rank(rank), plan.partition.num_parts)
         key = (evaluates, *(id(works[rank]) for works in by_step))
         if key not in known:
-            whole = _evaluation_work(plan, rank)
+            whole = _evaluation_work(plan, plan.row_rank(rank))
             candidates = [_rank_memory(plan, graph, model, cluster, works[rank], whole) for works in by_step]
             known[key] = max(candidates, key=total_bytes)
         found.append(known[key])
@@ -91,7 +102,8 @@ def _rank_memory(
         work: of a training step.
         whole: of an evaluation, which always runs on the whole graph.
     """
-    parameters = num_parameters(graph, model) * PARAMETER_BYTES
+    updated = num_updated(plan, graph, model, 0) * PARAMETER_BYTES
+    whole_parameters, whole_gradients = _whole_bytes(plan, graph, model)
     layers = range(model.num_layers)
     kind = cluster.device.kind
     kept = [_layer_bytes(plan, model, work, layer, plan.exchange[layer], kind) for layer in layers]
@@ -106,16 +118,16 @@ def _rank_memory(
     activations = sum(saved) + _head_bytes(plan, graph, model, work)
     workspace = again + max(_workspace_bytes(plan, model, work, layer, plan.exchange[layer]) for layer in layers)
     messages = max(_message_bytes(plan, model, work, exchange) for exchange in plan.exchange)
-    exchange = Exchange.HALO if plan.num_ranks > 1 else Exchange.NONE
+    exchange = Exchange.HALO if plan.num_row_ranks > 1 else Exchange.NONE
     # An evaluation of the whole graph overlaps nothing.
     alone = replace(plan, overlap_exchange=False)
     evaluation = 0 if plan.is_full_graph else _layer_bytes(alone, model, whole, 0, exchange, kind)
     step = activations + workspace + messages
     compression = _compression_bytes(plan, graph, model, other_bytes=max(step, evaluation))
     return (
-        ("parameters", parameters),
-        ("gradients", parameters),
-        ("optimizer", 2 * parameters),
+        ("parameters", updated + whole_parameters),
+        ("gradients", updated + whole_gradients),
+        ("optimizer", 2 * updated),
         ("inputs", _resident_input_bytes(plan, graph, model, work, whole)),
         ("activations", activations),
         ("workspace", workspace),
@@ -126,15 +138,37 @@ def _rank_memory(
     )
 
 
+def _whole_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec) -> tuple[int, int]:
+    """Return what whole parameters and gradients take beside shares, where these are all that stays.
+
+    Those of input and head are there throughout. Of layers, either all parameters are kept for the backward pass, or
+    those of the one under way are there with the message that brings the next one's; gradients of the one under way,
+    and the message that takes those of the one before.
+    """
+    if not plan.shares_out:
+        return 0, 0
+    units = units_of(rank_parameter_shapes(plan, graph, model))
+    sizes = {
+        unit: plan.num_row_ranks * share_elements(shapes, plan.num_row_ranks) * PARAMETER_BYTES
+        for unit, shapes in units.items()
+    }
+    rest = sizes.pop(REST)
+    most = max(sizes.values())
+    kept = sum(sizes.values()) if plan.shard_parameters is ParameterSharding.ZERO2 else 2 * most
+    return rest + kept, rest + 2 * most
+
+
 def _compression_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec, *, other_bytes: int) -> int:
     """Return what compressing gradients takes beside the rest.
 
     Args:
         other_bytes: of the backward pass or of an evaluation, free again when gradients are reduced behind it.
     """
-    buckets = buckets_of(parameter_shapes(graph, model), plan.gradient_bucket_bytes) if plan.num_ranks > 1 else ()
+    reduces = plan.num_row_ranks > 1 and not plan.shares_out
+    parameters = rank_parameter_shapes(plan, graph, model) if reduces else ()
+    buckets = buckets_of(parameters, plan.gradient_bucket_bytes)
     compression, overlaps = plan.gradient_compression, plan.overlap_gradients
-    passing = passing_bytes(buckets, compression, num_ranks=plan.num_ranks, overlaps=overlaps)
+    passing = passing_bytes(buckets, compression, num_ranks=plan.num_row_ranks, overlaps=overlaps)
     return kept_bytes(buckets, compression) + (passing if overlaps else max(passing - other_bytes, 0))
 
 
@@ -142,11 +176,15 @@ def _evaluation_work(plan: Plan, rank: int) -> RankWork:
     """Return what a rank holds when the whole graph is evaluated, part after part dealt out to the ranks.
 
     Halo rows that several of its parts need are counted for each of them.
+
+    Args:
+        rank: which of the ranks with rows of their own.
     """
-    mine = range(rank, plan.partition.num_parts, plan.num_ranks)
+    num_ranks = plan.num_row_ranks
+    mine = range(rank, plan.partition.num_parts, num_ranks)
     parts = [plan.partition.parts[part] for part in mine]
     halo_rows = sum(
-        rows for part in parts for other, rows in enumerate(part.halo_rows_from) if other % plan.num_ranks != rank
+        rows for part in parts for other, rows in enumerate(part.halo_rows_from) if other % num_ranks != rank
     )
     return RankWork(
         num_rows=sum(part.num_nodes for part in parts),
@@ -196,17 +234,18 @@ def _input_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec, work: RankWork)
 def _layer_bytes(plan: Plan, model: ModelSpec, work: RankWork, layer: int, exchange: Exchange, kind: DeviceKind) -> int:
     """Return what autograd saves of one layer.
 
-    Of rows times width: two layer inputs, two norm outputs and the attention's output, and two dropout masks of a byte.
-    Of rows times the feed-forward width: the activation's input and output. Attention keeps queries, keys and values of
-    rows and a number of each row and head; of an output of 16 bits, on GPUs also what rounding took from it, and on
-    CPUs, where it overlaps with an exchange, the unrounded output. Where batches are sampled, all rows that the layer
-    gets have the first input, norm and queries, and its targets the rest.
+    Of rows times width: two layer inputs, two norm outputs, and two dropout masks of a byte. Of rows times the columns
+    of own heads, the attention's output; times own feed-forward columns, the activation's input and output. Attention
+    keeps queries, keys and values of rows and a number of each row and head; of an output of 16 bits, on GPUs also what
+    rounding took from it, and on CPUs, where it overlaps with an exchange, the unrounded output. Where batches are
+    sampled, all rows that the layer gets have the first input, norm and queries, and its targets the rest.
     """
     rows, input_rows = work.num_target_rows(layer), work.num_input_rows(layer)
     width, size = model.width, _size(plan)
     masks = 2 * rows * width * (model.dropout_ratio > 0)
-    dense = (2 * input_rows * width + rows * (3 * width + 2 * model.feed_forward_width)) * size + masks
-    targets, sources, heads = _attended(model, work, layer, exchange)
+    own_columns, wide_columns = rank_columns(plan, model), model.feed_forward_width // plan.tensor_parallel_degree
+    dense = (2 * input_rows * width + rows * (2 * width + own_columns + 2 * wide_columns)) * size + masks
+    targets, sources, heads = _attended(plan, model, work, layer, exchange)
     columns = heads * model.head_size
     rest = 0
     if size < SCORE_BYTES and kind is DeviceKind.CUDA:
@@ -222,19 +261,19 @@ def _layer_bytes(plan: Plan, model: ModelSpec, work: RankWork, layer: int, excha
         own_rows = rows if plan.overlap_exchange and exchange in HALO_EXCHANGES else 0
         found += (sources - own_rows) * width * size
     elif exchange in ROW_EXCHANGES and not plan.overlap_exchange:
-        found += 2 * rows * width * size  # own keys and values once more: in memory that queries keep
+        found += 2 * rows * own_columns * size  # own keys and values once more: in memory that queries keep
     return found
 
 
-def _attended(model: ModelSpec, work: RankWork, layer: int, exchange: Exchange) -> tuple[int, int, int]:
+def _attended(plan: Plan, model: ModelSpec, work: RankWork, layer: int, exchange: Exchange) -> tuple[int, int, int]:
     """Return targets, sources and heads of a layer's attention."""
     group = work.group
     if exchange is Exchange.HEAD_ALL_TO_ALL:
-        heads = head_counts(model.num_heads, len(group.rows_by_rank))[group.graph_rank]
+        heads = head_counts(rank_heads(plan, model), len(group.rows_by_rank))[group.graph_rank]
         return group.num_group_rows, group.num_group_rows, heads
     if work.sampled:
-        return work.num_target_rows(layer), work.num_input_rows(layer), model.num_heads
-    return work.num_rows, work.num_source_rows(exchange), model.num_heads
+        return work.num_target_rows(layer), work.num_input_rows(layer), rank_heads(plan, model)
+    return work.num_rows, work.num_source_rows(exchange), rank_heads(plan, model)
 
 
 def _workspace_bytes(plan: Plan, model: ModelSpec, work: RankWork, layer: int, exchange: Exchange) -> int:
@@ -242,7 +281,7 @@ def _workspace_bytes(plan: Plan, model: ModelSpec, work: RankWork, layer: int, e
 
     Gradients of queries, keys and values of rows, and two numbers of each row and head.
     """
-    targets, sources, heads = _attended(model, work, layer, exchange)
+    targets, sources, heads = _attended(plan, model, work, layer, exchange)
     return (targets + 2 * sources) * heads * model.head_size * _size(plan) + 2 * targets * heads * SCORE_BYTES
 
 
@@ -259,8 +298,8 @@ def _message_bytes(plan: Plan, model: ModelSpec, work: RankWork, exchange: Excha
         case Exchange.NONE:
             return 0
         case Exchange.HEAD_ALL_TO_ALL:
-            heads = head_counts(model.num_heads, len(group.rows_by_rank))[group.graph_rank]
-            sent = rows_in_message(work.num_rows, 0, each) * 3 * model.width * wire
+            heads = head_counts(rank_heads(plan, model), len(group.rows_by_rank))[group.graph_rank]
+            sent = rows_in_message(work.num_rows, 0, each) * 3 * rank_columns(plan, model) * wire
             received = group.num_group_rows * 3 * heads * model.head_size * wire
             return sent + received * has_format
         case Exchange.HALO:

@@ -3,6 +3,7 @@
 import numpy as np
 
 from simulator.collectives import CollectiveCosts
+from simulator.exchanges import rank_columns
 from simulator.meetings import find_meetings
 from simulator.specs.cluster import ClusterSpec
 from simulator.specs.decision import PlanFile
@@ -49,7 +50,7 @@ def longest_collective_seconds(
         return 0.0
     shared = lower(plan, graph, model, cluster, seed=seed).shared
     found = [meeting.tasks(shared) for meeting in find_meetings(shared)]
-    if not plan.is_full_graph:
+    if not plan.is_full_graph and plan.num_row_ranks > 1:
         found.append(_evaluation_exchange(plan, model))
     return max(_seconds_alone(costs, tasks) for tasks in found)
 
@@ -61,14 +62,17 @@ def _seconds_alone(costs: CollectiveCosts, tasks: tuple[Task, ...]) -> float:
 
 
 def _evaluation_exchange(plan: Plan, model: ModelSpec) -> tuple[Task, ...]:
-    """Return the exchange of a layer when all parts are dealt out to all ranks; rows that parts share count twice."""
-    num_ranks, num_parts = plan.num_ranks, plan.partition.num_parts
+    """Return the exchange of a layer when all parts are dealt out to all ranks; rows that parts share count twice.
+
+    Where several ranks hold the same rows, it is that of the first ones.
+    """
+    num_ranks, num_parts, group = plan.num_row_ranks, plan.partition.num_parts, plan.gradient_group(0)
     rank_of_part = np.arange(num_parts) % num_ranks
     rows = np.array([part.halo_rows_from for part in plan.partition.parts])  # [target part, source part]
     sent = np.zeros((num_ranks, num_ranks), np.int64)
     np.add.at(sent, (rank_of_part[None, :], rank_of_part[:, None]), rows)
     np.fill_diagonal(sent, 0)
-    row_bytes = 2 * model.width * plan.precision.num_bytes
+    row_bytes = 2 * rank_columns(plan, model) * plan.precision.num_bytes
     return tuple(
         Task(
             name="exchange",
@@ -76,7 +80,7 @@ def _evaluation_exchange(plan: Plan, model: ModelSpec) -> tuple[Task, ...]:
             phase=Phase.FORWARD,
             shape=tuple((row_bytes * sent[rank]).tolist()),
             dtype=plan.precision,
-            group=tuple(range(num_ranks)),
+            group=group,
         )
         for rank in range(num_ranks)
     )

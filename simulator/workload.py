@@ -8,12 +8,23 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from simulator.exchange_tasks import AttentionLowering, EdgeCounts, GroupWork, HostWork, Operation, same
-from simulator.gradients import ReductionSchedule, ReductionTask, reduction_schedule
+from simulator.exchanges import rank_columns
+from simulator.gradients import LOSS_TASK, PARAMETER_BYTES, ReductionSchedule, ReductionTask, reduction_schedule
 from simulator.likeness import replicas_that_stand_for_others
+from simulator.sharding import REST, Shapes, share_elements, tensor_shapes, units_of
 from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import NUM_DEGREE_BUCKETS, EdgeBias, ModelSpec
-from simulator.specs.plan import Exchange, Plan, Recompute, SampledBatches, SampledLayer, batch_parts, seed_ranges
+from simulator.specs.plan import (
+    Exchange,
+    ParameterSharding,
+    Plan,
+    Recompute,
+    SampledBatches,
+    SampledLayer,
+    batch_parts,
+    seed_ranges,
+)
 from simulator.specs.program import (
     ATTENTIONS,
     Phase,
@@ -104,10 +115,17 @@ def rank_work(plan: Plan, *, step: int, seed: int) -> tuple[RankWork, ...]:
     if plan.sampled is not None:
         seeds = [end - first for first, end in seed_ranges(plan, step=step)]
         by_seeds = {count: _sampled_work(plan.sampled, count) for count in set(seeds)}
-        return tuple(by_seeds[count] for count in seeds)
+        return of_all_ranks(plan, [by_seeds[count] for count in seeds])
     batches = batch_parts(plan, step=step, seed=seed)
     by_batch = {batch: _works_of_batch(plan, batch) for batch in set(batches)}
-    return tuple(work for batch in batches for work in by_batch[batch])
+    return of_all_ranks(plan, [work for batch in batches for work in by_batch[batch]])
+
+
+def of_all_ranks(plan: Plan, works: Sequence[RankWork]) -> tuple[RankWork, ...]:
+    """Return what each rank holds, from what each of those with rows of their own holds."""
+    if plan.num_ranks == plan.num_row_ranks:
+        return tuple(works)
+    return tuple(works[plan.row_rank(rank)] for rank in range(plan.num_ranks))
 
 
 def _works_of_batch(plan: Plan, batch: tuple[int, ...]) -> tuple[RankWork, ...]:
@@ -321,8 +339,25 @@ def parameter_shapes(graph: GraphSpec, model: ModelSpec) -> tuple[tuple[str, tup
     return tuple(shapes)
 
 
+def rank_parameter_shapes(plan: Plan, graph: GraphSpec, model: ModelSpec) -> Shapes:
+    """Return name and shape of what a rank computes with of every parameter."""
+    return tensor_shapes(plan, parameter_shapes(graph, model))
+
+
+def num_updated(plan: Plan, graph: GraphSpec, model: ModelSpec, row_rank: int) -> int:
+    """Return the numbers of parameters that a rank updates: all that it computes with, or its share of them.
+
+    Args:
+        row_rank: which of the ranks with rows of their own it is.
+    """
+    shapes = rank_parameter_shapes(plan, graph, model)
+    if plan.shares_out:
+        return share_elements(shapes, plan.num_row_ranks, row_rank)
+    return sum(math.prod(shape) for _, shape in shapes)
+
+
 def num_parameters(graph: GraphSpec, model: ModelSpec) -> int:
-    """Return the numbers that the optimizer updates."""
+    """Return the numbers that the optimizer updates, of all ranks together."""
     return sum(math.prod(shape) for _, shape in parameter_shapes(graph, model))
 
 
@@ -331,12 +366,12 @@ def gradient_reductions(
 ) -> ReductionSchedule:
     """Return in which order a step with these operations issues the reductions of its gradients."""
     return reduction_schedule(
-        parameter_shapes(graph, model),
+        rank_parameter_shapes(plan, graph, model),
         operations,
         bucket_bytes=plan.gradient_bucket_bytes,
         compression=plan.gradient_compression,
         overlaps=plan.overlap_gradients,
-        num_ranks=plan.num_ranks,
+        num_ranks=1 if plan.shares_out else plan.num_row_ranks,
     )
 
 
@@ -363,17 +398,17 @@ def lower(
     is_other = works is None and plan.loads_batches and plan.prefetch_batches > 0
     works = works or rank_work(plan, step=step, seed=seed)
     made = rank_work(plan, step=step + plan.prefetch_batches, seed=seed) if is_other else works
-    works, made = _of_replicas_alike(works, made, plan.graph_parallel_degree, alike_ratio)
-    number_of: dict[tuple[int, int, int], int] = {}  # by identity of what is held, and place in the graph group
+    works, made = _of_replicas_alike(works, made, plan.num_replica_ranks, alike_ratio)
+    number_of: dict[tuple[int, int, int, int], int] = {}  # by identity of what is held, place in the replica, share
     first_ranks: list[int] = []
     list_of_rank: list[int] = []
     for rank, (work, made_work) in enumerate(zip(works, made, strict=True)):
-        key = (id(work), id(made_work), rank % plan.graph_parallel_degree)
+        share = num_updated(plan, graph, model, plan.row_rank(rank)) if plan.shares_out else 0
+        key = (id(work), id(made_work), rank % plan.num_replica_ranks, share)
         if key not in number_of:
             number_of[key] = len(first_ranks)
             first_ranks.append(rank)
         list_of_rank.append(number_of[key])
-    all_ranks = tuple(range(plan.num_ranks))
     schedules: dict[tuple[str, ...], ReductionSchedule] = {}
     lists = tuple(
         _RankLowering(
@@ -384,7 +419,6 @@ def lower(
             work=works[rank],
             made_work=made[rank],
             rank=rank,
-            all_ranks=all_ranks,
             schedules=schedules,
             blocks_host=cluster.device.kind is DeviceKind.CPU,
         ).tasks_of_step()
@@ -426,7 +460,6 @@ class _RankLowering:
     work: RankWork
     made_work: RankWork
     rank: int
-    all_ranks: tuple[int, ...]
     schedules: dict[tuple[str, ...], ReductionSchedule]  # of all ranks so far, by operations
     blocks_host: bool
     tasks: list[Task] = field(default_factory=list)
@@ -435,9 +468,18 @@ class _RankLowering:
     _beside: dict[str, int] = field(default_factory=dict)  # those reductions, by name
     _in_flight: list[int] = field(default_factory=list)  # collectives that no later task has waited for yet
     _graph_group: tuple[int, ...] = field(init=False)
+    _tensor_group: tuple[int, ...] = field(init=False)
+    _gradient_group: tuple[int, ...] = field(init=False)
+    _units: dict[str, int] = field(default_factory=dict)  # of parameters that are shared out, the size of a share
+    _of_unit: dict[str, int] = field(default_factory=dict)  # the latest gather, unpacking or sum of each, by name
 
     def __post_init__(self) -> None:
         self._graph_group = self.plan.graph_group(self.rank)
+        self._tensor_group = self.plan.tensor_group(self.rank)
+        self._gradient_group = self.plan.gradient_group(self.rank)
+        if self.plan.shares_out:
+            units = units_of(rank_parameter_shapes(self.plan, self.graph, self.model))
+            self._units = {name: share_elements(shapes, self.plan.num_row_ranks) for name, shapes in units.items()}
 
     def tasks_of_step(self) -> tuple[Task, ...]:
         """Return batch, forward, backward and update of this rank."""
@@ -446,22 +488,37 @@ class _RankLowering:
         operations = [*self._input(), *(operation for layer in layers for operation in layer), *self._head()]
         names = [operation.name for operation in operations if operation.backward_kind is not None]
         self._reductions = self._schedule(tuple(names))
-        for operation in operations:
-            self._add_forward(operation, Phase.FORWARD)
+        self._add_gather(REST, Phase.FORWARD)
+        self._add_unpacking(REST, Phase.FORWARD)
+        for index, layer in enumerate([self._input(), *layers, self._head()], start=-1):
+            if 0 <= index < len(layers):
+                self._add_gather(f"layer{index}", Phase.FORWARD, behind=f"unpack{index - 2}")
+                self._add_unpacking(f"layer{index}", Phase.FORWARD)
+            for operation in layer:
+                self._add_forward(operation, Phase.FORWARD)
         self._add_reductions(self._reductions.before_backward())
         for operation in reversed(self._head()):
             self._add_backward(operation)
+            if operation.kind is TaskKind.LOSS:
+                self._add_gather_ahead(self.model.num_layers - 1)
         for index in reversed(range(self.model.num_layers)):
+            if self.plan.shard_parameters is ParameterSharding.ZERO3:
+                self._add_unpacking(f"layer{index}", Phase.BACKWARD)
+                self._add_gather_ahead(index - 1)
             backward = list(reversed(layers[index]))
             if self.plan.recompute[index] is Recompute.LAYER:
                 # The last task, a sum, saved nothing; the one before it asks for what it saved.
                 self._add_backward(backward.pop(0))
+                while backward[0].kind in (TaskKind.BIAS, TaskKind.ALL_REDUCE):  # nor did these
+                    self._add_backward(backward.pop(0))
                 for operation in layers[index]:
                     self._add_forward(operation, Phase.RECOMPUTE)
             for operation in backward:
                 self._add_backward(operation)
+            self._add_scatter(f"layer{index}")
         for operation in reversed(self._input()):
             self._add_backward(operation)
+        self._add_scatter(REST)
         self._add_update()
         return tuple(self.tasks)
 
@@ -504,22 +561,52 @@ class _RankLowering:
     def _layer(self, index: int) -> list[Operation]:
         work, model, layer = self.work, self.model, f"layer{index}"
         input_rows, rows, width = work.num_input_rows(index), work.num_target_rows(index), model.width
+        columns = model.feed_forward_width // self.plan.tensor_parallel_degree
         attention = AttentionLowering(
             plan=self.plan, model=model, work=work.group_of(index), layer=layer, exchange=self.plan.exchange[index]
         )
         return [
             same(f"{layer}.attention_norm", TaskKind.LAYER_NORM, (input_rows, width)),
+            *self._before_columns(f"{layer}.query_key_value", input_rows),
             *attention.operations(),
-            same(f"{layer}.attention_output", TaskKind.LINEAR, (rows, width, width)),
+            *self._from_columns(f"{layer}.attention_output", rows, rank_columns(self.plan, model)),
             *self._dropout(f"{layer}.attention_dropout", rows),
             same(f"{layer}.attention_residual", TaskKind.RESIDUAL, (rows, width)),
             same(f"{layer}.feed_forward_norm", TaskKind.LAYER_NORM, (rows, width)),
-            same(f"{layer}.feed_forward_up", TaskKind.LINEAR, (rows, width, model.feed_forward_width)),
-            same(f"{layer}.feed_forward_activation", TaskKind.GELU, (rows, model.feed_forward_width)),
-            same(f"{layer}.feed_forward_down", TaskKind.LINEAR, (rows, model.feed_forward_width, width)),
+            *self._before_columns(f"{layer}.feed_forward_up", rows),
+            same(f"{layer}.feed_forward_up", TaskKind.LINEAR, (rows, width, columns)),
+            same(f"{layer}.feed_forward_activation", TaskKind.GELU, (rows, columns)),
+            *self._from_columns(f"{layer}.feed_forward_down", rows, columns),
             *self._dropout(f"{layer}.feed_forward_dropout", rows),
             same(f"{layer}.feed_forward_residual", TaskKind.RESIDUAL, (rows, width)),
         ]
+
+    def _before_columns(self, name: str, rows: int) -> list[Operation]:
+        """Return what comes before a product that gives a rank's own columns: backward, gradients are summed."""
+        return [] if len(self._tensor_group) == 1 else [self._reduce(name, rows, is_forward=False)]
+
+    def _from_columns(self, name: str, rows: int, columns: int) -> list[Operation]:
+        """Return a product that takes a rank's own columns; forward, what the ranks of them make is summed."""
+        width = self.model.width
+        if len(self._tensor_group) == 1:
+            return [same(name, TaskKind.LINEAR, (rows, columns, width))]
+        return [
+            same(name, TaskKind.PROJECTION, (rows, columns, width)),
+            self._reduce(name, rows, is_forward=True),
+            same(f"{name}_bias", TaskKind.BIAS, (rows, width)),
+        ]
+
+    def _reduce(self, name: str, rows: int, *, is_forward: bool) -> Operation:
+        """Return the sum of rows over the ranks that hold them, forward or backward."""
+        shape = (rows * self.model.width * self.plan.precision.num_bytes,)
+        return Operation(
+            name=f"{name}.reduce",
+            kind=TaskKind.ALL_REDUCE if is_forward else None,
+            shape=shape if is_forward else (),
+            backward_kind=None if is_forward else TaskKind.ALL_REDUCE,
+            backward_shape=() if is_forward else shape,
+            ranks=self._tensor_group,
+        )
 
     def _head(self) -> list[Operation]:
         rows, classes = self.work.num_output_rows, self.graph.num_classes
@@ -535,14 +622,101 @@ class _RankLowering:
         return [same(name, TaskKind.DROPOUT, (rows, self.model.width))]
 
     def _add_update(self) -> None:
-        shapes = [shape for _, shape in parameter_shapes(self.graph, self.model)]
-        sizes = [math.prod(shape) for shape in shapes]
+        num_tensors = len(parameter_shapes(self.graph, self.model))
         self._add_reductions(self._reductions.rest())
-        update_shape = (sum(sizes), len(sizes))
+        if self.plan.shares_out:
+            self._add(LOSS_TASK, TaskKind.ALL_REDUCE, Phase.UPDATE, (PARAMETER_BYTES,), Dtype.FLOAT32)
+        update_shape = (num_updated(self.plan, self.graph, self.model, self.plan.row_rank(self.rank)), num_tensors)
         # What goes on beside the others ends in order, so its last task stands for all.
         last = next(reversed(self._beside), "")
-        self._add("clip", TaskKind.CLIP, Phase.UPDATE, update_shape, Dtype.FLOAT32, result_of=last)
+        self._add_clip(update_shape, last)
         self._add("optimizer", TaskKind.OPTIMIZER, Phase.UPDATE, update_shape, Dtype.FLOAT32)
+
+    def _add_clip(self, shape: tuple[int, ...], last: str) -> None:
+        """Add the clipping of gradients; where ranks hold other numbers of them, they sum the squares of the norm.
+
+        Args:
+            last: name of the last reduction beside the others.
+        """
+        ranks = tuple(range(self.plan.num_ranks)) if self.plan.shares_out else self._tensor_group
+        if len(ranks) == 1:
+            self._add("clip", TaskKind.CLIP, Phase.UPDATE, shape, Dtype.FLOAT32, result_of=last)
+            return
+        sums = [index for name, index in self._of_unit.items() if name.startswith("sum")]
+        self._add("clip.norm", TaskKind.GRADIENT_NORM, Phase.UPDATE, shape, Dtype.FLOAT32, result_of=last, behind=sums)
+        self._add("clip.reduce", TaskKind.ALL_REDUCE, Phase.UPDATE, (PARAMETER_BYTES,), Dtype.FLOAT32, ranks=ranks)
+        self._add("clip", TaskKind.GRADIENT_SCALE, Phase.UPDATE, shape, Dtype.FLOAT32)
+
+    # --- Parameters that are shared out. Packing a share and gathering go on beside other tasks, as does summing.
+
+    def _add_gather(self, unit: str, phase: Phase, *, behind: str = "") -> None:
+        """Add the gathering of a layer's parameters, or of those of input and head.
+
+        Args:
+            behind: name of what has to be done before, in `_of_unit`: memory of the layer before last is given up.
+        """
+        if unit not in self._units:
+            return
+        share, waits_for = self._units[unit], {self._of_unit[behind]} if behind in self._of_unit else set()
+        index = self._add_apart(f"parameters.{unit}.pack", TaskKind.SHARD_COPY, phase, (1, share), waits_for)
+        bytes_sent = (share * PARAMETER_BYTES,)
+        self._of_unit[f"gather {unit}"] = self._add_apart(
+            f"parameters.{unit}", TaskKind.ALL_GATHER, phase, bytes_sent, {index}
+        )
+
+    def _add_gather_ahead(self, index: int) -> None:
+        """Add the gathering of a layer for its backward pass, if there is one, while a later layer's goes on."""
+        if index >= 0 and self.plan.shard_parameters is ParameterSharding.ZERO3:
+            self._add_gather(f"layer{index}", Phase.BACKWARD, behind=f"unpack{index + 1}")
+
+    def _add_unpacking(self, unit: str, phase: Phase) -> None:
+        """Add the copying of gathered parameters to where they are used."""
+        if unit in self._units:
+            self._of_unit[f"unpack{unit.removeprefix('layer')}"] = len(self.tasks)
+            shape = (self.plan.num_row_ranks, self._units[unit])
+            gathered = [self._of_unit[f"gather {unit}"]]
+            self._add(f"parameters.{unit}.unpack", TaskKind.SHARD_COPY, phase, shape, Dtype.FLOAT32, behind=gathered)
+
+    def _add_scatter(self, unit: str) -> None:
+        """Add the sum of gradients of which each rank gets those of its share; one is on its way at a time."""
+        if unit not in self._units:
+            return
+        ranks, share = self.plan.num_row_ranks, self._units[unit]
+        before = [index for name, index in self._of_unit.items() if name.startswith("sum")]
+        packed = len(self.tasks)
+        pack_shape = (ranks, share)
+        self._add(
+            f"gradients.{unit}.pack",
+            TaskKind.SHARD_COPY,
+            Phase.UPDATE,
+            pack_shape,
+            Dtype.FLOAT32,
+            behind=before[-1:],
+        )
+        bytes_sent = (ranks * share * PARAMETER_BYTES,)
+        self._of_unit[f"sum {unit}"] = self._add_apart(
+            f"gradients.{unit}", TaskKind.REDUCE_SCATTER, Phase.UPDATE, bytes_sent, {packed}
+        )
+
+    def _add_apart(
+        self, base: str, kind: TaskKind, phase: Phase, shape: tuple[int, ...], waits_for: Collection[int]
+    ) -> int:
+        """Add a task on the stream of gradients that no later task waits for unless it says so; return its index."""
+        waits_for = {index for index in waits_for if self.tasks[index].stream is not Stream.GRADIENTS}
+        self.tasks.append(
+            Task(
+                name=task_name(base, phase),
+                kind=kind,
+                phase=phase,
+                shape=shape,
+                dtype=Dtype.FLOAT32,
+                stream=Stream.GRADIENTS,
+                waits_for=tuple(sorted(waits_for)),
+                group=self._gradient_group if kind.is_collective else (),
+                blocks_host=self.blocks_host,
+            )
+        )
+        return len(self.tasks) - 1
 
     def _add_forward(self, operation: Operation, phase: Phase) -> None:
         if operation.kind is not None:
@@ -591,17 +765,22 @@ class _RankLowering:
         joins: bool = False,
         ranks: tuple[int, ...] = (),
         receives: tuple[int, ...] = (),
+        behind: Collection[int] = (),
     ) -> None:
         """Add a task behind the one before it, which none waits for that goes on beside the others.
 
         Args:
             result_of: name of a reduction beside the others that the task waits for.
             is_in_flight, joins, ranks, receives: as of an `Operation`.
+            behind: indices of tasks that it waits for.
         """
         stream = stream_of(kind)
-        is_beside = kind.is_collective and phase is Phase.UPDATE and self.plan.overlap_gradients
+        is_of_gradients = kind.is_collective and phase is Phase.UPDATE and not ranks
+        is_beside = is_of_gradients and self.plan.overlap_gradients
         stream = Stream.GRADIENTS if is_beside else stream
-        waits_for = {self._beside[result_of]} if result_of in self._beside else set()
+        waits_for = {index for index in behind if self.tasks[index].stream is not stream}
+        if result_of in self._beside:
+            waits_for.add(self._beside[result_of])
         previous = self._previous
         if previous is not None and self.tasks[previous].stream is not stream and previous not in self._in_flight:
             waits_for.add(previous)
@@ -616,8 +795,7 @@ class _RankLowering:
             self._previous = len(self.tasks)
         group: tuple[int, ...] = ()
         if kind.is_collective:
-            is_of_all = phase is Phase.UPDATE
-            group = self.all_ranks if is_of_all else ranks or self._graph_group
+            group = ranks or (self._gradient_group if is_of_gradients else self._graph_group)
         beyond_cache_ratio = None
         if kind in ATTENTIONS:
             beyond_cache_ratio = beyond_cache_ratio_of(self.plan, shape, self.cluster)

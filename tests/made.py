@@ -38,7 +38,10 @@ _SHAPES: dict[TaskKind, tuple[tuple[int, ...], ...]] = {
     TaskKind.SPARSE_LINEAR: tuple((rows, 8 * rows, 500, width) for rows in _ROWS for width in _WIDTHS),
     **{
         kind: tuple((rows, width) for rows in _ROWS for width in _WIDTHS)
-        for kind in (TaskKind.LAYER_NORM, TaskKind.GELU, TaskKind.DROPOUT, TaskKind.RESIDUAL, TaskKind.COPY_ROWS)
+        for kind in (
+            *(TaskKind.LAYER_NORM, TaskKind.GELU, TaskKind.DROPOUT, TaskKind.RESIDUAL, TaskKind.COPY_ROWS),
+            TaskKind.BIAS,
+        )
     },
     **{
         kind: tuple((rows, rows // 2, 2 * width) for rows in _ROWS for width in _WIDTHS)
@@ -50,7 +53,10 @@ _SHAPES: dict[TaskKind, tuple[tuple[int, ...], ...]] = {
     ),
     TaskKind.MERGE: tuple((rows, rows // 2, 4, width // 4) for rows in _ROWS for width in _WIDTHS),
     TaskKind.LOSS: tuple((rows, rows // 2, 8) for rows in _ROWS),
+    TaskKind.SHARD_COPY: ((2, 5_000), (2, 500_000)),
     TaskKind.CLIP: ((10_000, 20), (1_000_000, 20)),
+    TaskKind.GRADIENT_NORM: ((10_000, 20), (1_000_000, 20)),
+    TaskKind.GRADIENT_SCALE: ((10_000, 20), (1_000_000, 20)),
     TaskKind.OPTIMIZER: ((10_000, 20), (1_000_000, 20)),
     TaskKind.GRADIENT_CAST: ((10_000,), (1_000_000,)),
     TaskKind.TOP_K_SELECT: ((10_000, 100), (1_000_000, 10_000)),
@@ -80,7 +86,7 @@ def made_items(kind: TaskKind, shape: tuple[int, ...]) -> int:
             return 3 * merged * heads * head_size
         case TaskKind.TOP_K_SUM:
             return shape[0] + 3 * shape[1] * shape[2]
-        case _ if kind in UPDATES:
+        case _ if kind in UPDATES and kind is not TaskKind.SHARD_COPY:
             return shape[0]
         case TaskKind.CLUSTER_BATCH | TaskKind.SAMPLED_BATCH:
             first, rows, edges, features = shape

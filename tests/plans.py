@@ -13,7 +13,7 @@ from simulator.specs.files import write_plan
 from simulator.specs.gradients import GradientCompression
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import ModelSpec
-from simulator.specs.plan import Exchange, ExchangePayload, PartitionSpec, Plan, Recompute, StepMode
+from simulator.specs.plan import Exchange, ExchangePayload, ParameterSharding, PartitionSpec, Plan, Recompute, StepMode
 from simulator.specs.train import TrainSpec
 from simulator.specs.units import MIB, Dtype
 
@@ -32,6 +32,8 @@ class Choices:
 
     data_parallel_degree: int = 1
     graph_parallel_degree: int = 1
+    tensor_parallel_degree: int = 1
+    shard_parameters: ParameterSharding = ParameterSharding.NONE
     num_parts: int = 0
     parts_per_batch: int = 0
     exchange: Exchange | tuple[Exchange, ...] = Exchange.HALO
@@ -54,7 +56,7 @@ class Choices:
     @property
     def num_ranks(self) -> int:
         """Ranks of the plan."""
-        return self.data_parallel_degree * self.graph_parallel_degree
+        return self.data_parallel_degree * self.graph_parallel_degree * self.tensor_parallel_degree
 
 
 def plan_of(
@@ -81,6 +83,8 @@ def plan_of(
     return Plan(
         data_parallel_degree=choices.data_parallel_degree,
         graph_parallel_degree=choices.graph_parallel_degree,
+        tensor_parallel_degree=choices.tensor_parallel_degree,
+        shard_parameters=choices.shard_parameters,
         partition=partition or partition_graph(graph, num_parts, seed=seed, folder=folder),
         parts_per_batch=num_parts if sampled else choices.parts_per_batch or choices.graph_parallel_degree,
         exchange=exchange if isinstance(exchange, tuple) else (exchange,) * model.num_layers,

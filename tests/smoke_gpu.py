@@ -28,7 +28,7 @@ from simulator.specs.files import read_trace
 from simulator.specs.gradients import CompressionKind, GradientCompression
 from simulator.specs.graph import CommunityGraph
 from simulator.specs.model import EdgeBias, ModelSpec
-from simulator.specs.plan import Exchange, ExchangePayload, Recompute, StepMode
+from simulator.specs.plan import Exchange, ExchangePayload, ParameterSharding, Recompute, StepMode
 from simulator.specs.train import TrainSpec
 from simulator.specs.units import KIB, Dtype
 from tests.plans import Choices, plan_file_of, plan_of
@@ -83,6 +83,20 @@ FULL_GRAPH = {
         gradient_bucket_bytes=64 * 1024,
         overlap_gradients=True,
     ),
+    "heads on two": Choices(tensor_parallel_degree=2),
+    "heads on two, layers recomputed, replayed": Choices(
+        tensor_parallel_degree=2, recompute=Recompute.LAYER, step_mode=StepMode.CUDA_GRAPH
+    ),
+    "halo, parameters shared out": Choices(graph_parallel_degree=2, shard_parameters=ParameterSharding.ZERO3),
+    "overlapped halo, parameters shared out and kept, recomputed": Choices(
+        graph_parallel_degree=2,
+        overlap_exchange=True,
+        recompute=(Recompute.LAYER, Recompute.NONE),
+        shard_parameters=ParameterSharding.ZERO2,
+    ),
+    "two graph ranks of two with half the heads, shared out": Choices(
+        graph_parallel_degree=2, tensor_parallel_degree=2, shard_parameters=ParameterSharding.ZERO3
+    ),
     "all entries of gradients beside the backward pass": Choices(
         graph_parallel_degree=2,
         gradient_bucket_bytes=64 * 1024,
@@ -101,6 +115,10 @@ OTHERS = {
     ),
     "overlapped halo, bf16": Choices(graph_parallel_degree=2, overlap_exchange=True, precision=Dtype.BFLOAT16),
     "heads, bf16": Choices(graph_parallel_degree=2, exchange=Exchange.HEAD_ALL_TO_ALL, precision=Dtype.BFLOAT16),
+    "heads on two, bf16": Choices(tensor_parallel_degree=2, precision=Dtype.BFLOAT16),
+    "halo, bf16, parameters shared out": Choices(
+        graph_parallel_degree=2, precision=Dtype.BFLOAT16, shard_parameters=ParameterSharding.ZERO3
+    ),
     "halo, bf16": Choices(graph_parallel_degree=2, precision=Dtype.BFLOAT16),
     **{
         f"gradients by {how}{', beside' * overlap}": Choices(

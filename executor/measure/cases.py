@@ -11,6 +11,7 @@ from torch import Tensor
 from executor import compression, operations
 from executor.attention.graph import EdgeGraph
 from executor.attention.parts import Attended, merge_into
+from executor.clipping import clip_flat_gradient_, scale_, sum_of_squares
 from executor.compat import making_sparse_csr
 from executor.compression import Factors
 from executor.exchange import ExchangeLayout, RowExchange, exchange_rows
@@ -19,7 +20,7 @@ from executor.measure.case import TASK_NAME, Case
 from executor.measure.graphs import beyond_cache_ratio_of_edges
 from executor.operations import Operation, SparseFeatures
 from executor.record import Recorder
-from executor.train import TORCH_DTYPES, clip_flat_gradient_
+from executor.train import TORCH_DTYPES
 from simulator.costs import task_bytes
 from simulator.specs.plan import Exchange
 from simulator.specs.program import COMPRESSIONS, Phase, TaskKind
@@ -71,6 +72,8 @@ def build_case(
             run = _runner(make, operations.GELU, make.rows(*shape))
         case TaskKind.DROPOUT:
             run = _runner(make, operations.DROPOUT, make.rows(*shape), torch.arange(shape[0], device=device), 0.5, 7)
+        case TaskKind.BIAS:
+            run = _runner(make, operations.BIAS, make.rows(*shape), make.parameter(shape[1]))
         case TaskKind.RESIDUAL:
             run = _runner(make, operations.RESIDUAL, make.rows(*shape), make.rows(*shape))
         case TaskKind.COPY_ROWS:
@@ -93,7 +96,9 @@ def build_case(
             run = _runner(make, operations.TARGET_ROWS, make.rows(rows, columns), make.rows(rows, columns), kept)
         case TaskKind.CLUSTER_BATCH | TaskKind.SAMPLED_BATCH:
             return build_batch_case(kind, shape, dtype, device)
-        case TaskKind.CLIP | TaskKind.OPTIMIZER:
+        case TaskKind.SHARD_COPY:
+            run = _shard_copy_runner(shape, make)
+        case TaskKind.CLIP | TaskKind.GRADIENT_NORM | TaskKind.GRADIENT_SCALE | TaskKind.OPTIMIZER:
             run = _update_runner(kind, shape, make)
         case _ if kind in COMPRESSIONS:
             run = _compression_runner(kind, shape, make)
@@ -230,12 +235,29 @@ def build_attention_case(
     )
 
 
+def _shard_copy_runner(shape: tuple[int, ...], make: _Inputs) -> Callable[[Recorder], None]:
+    """Return a run of the copy of a layer's gathered parameters, about ten tensors, to where they are used."""
+    shares, elements = shape
+    sizes = [len(chunk) for chunk in torch.empty(elements, device="meta").chunk(10)]
+    gathered = torch.zeros(shares, elements, device=make.device)
+    out = [torch.empty(shares, size, device=make.device) for size in sizes]
+
+    def run(recorder: Recorder) -> None:
+        make.evict()
+        with recorder.task(TASK_NAME, TaskKind.SHARD_COPY, Phase.UPDATE, shape):
+            torch.split_with_sizes_copy(gathered, sizes, dim=1, out=out)
+
+    return run
+
+
 def _update_runner(kind: TaskKind, shape: tuple[int, ...], make: _Inputs) -> Callable[[Recorder], None]:
     elements, tensors = shape
     flat = torch.randn(elements, device=make.device, generator=make.generator) * 1e-3
     parameters = [torch.zeros_like(chunk).requires_grad_() for chunk in flat.chunk(tensors)]
     for parameter, chunk in zip(parameters, flat.chunk(tensors), strict=True):
         parameter.grad = chunk
+    gradients, weight_T = list(flat.chunk(tensors)), torch.ones(tensors, device=make.device)
+    factor = torch.ones((), device=make.device)
     optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
 
@@ -244,6 +266,10 @@ def _update_runner(kind: TaskKind, shape: tuple[int, ...], make: _Inputs) -> Cal
         with recorder.task(TASK_NAME, kind, Phase.UPDATE, shape):
             if kind is TaskKind.CLIP:
                 clip_flat_gradient_(flat, 1.0)
+            elif kind is TaskKind.GRADIENT_NORM:
+                sum_of_squares(gradients, weight_T)
+            elif kind is TaskKind.GRADIENT_SCALE:
+                scale_(gradients, factor)
             else:
                 optimizer.step()
                 schedule.step()

@@ -161,6 +161,7 @@ def case_shapes(effort: Effort) -> Iterator[tuple[TaskKind, tuple[int, ...]]]:
     for rows in effort.rows[::2]:
         yield TaskKind.TARGET_ROWS, (rows, rows // 4, effort.widths[-1])
         yield TaskKind.COPY_ROWS, (rows, effort.widths[-1])
+        yield TaskKind.BIAS, (rows, effort.widths[-1])
         yield TaskKind.MERGE, (rows, rows // 2, 8, effort.widths[-1] // 8)
     for index, rows in enumerate(effort.rows[:MAX_BATCH_SIZES]):
         if index % 2 == 0:
@@ -175,8 +176,10 @@ def case_shapes(effort: Effort) -> Iterator[tuple[TaskKind, tuple[int, ...]]]:
     for edges in effort.edges[::2]:
         yield TaskKind.EDGE_BIAS, (edges, 8)
     for elements in (20_000, 200_000, 2_000_000):
-        yield TaskKind.CLIP, (elements, 40)
+        for kind in (TaskKind.CLIP, TaskKind.GRADIENT_NORM, TaskKind.GRADIENT_SCALE):
+            yield kind, (elements, 40)
         yield TaskKind.OPTIMIZER, (elements, 40)
+        yield TaskKind.SHARD_COPY, (2, elements // 2)
     for elements in (20_000, 2_000_000):
         yield TaskKind.GRADIENT_CAST, (elements,)
         yield TaskKind.TOP_K_SELECT, (elements, elements // 100)

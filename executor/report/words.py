@@ -118,8 +118,12 @@ def plan_words(plan: Plan) -> str:
     partition = plan.partition
     words = [
         f"{plural(plan.num_ranks, 'rank')}: {plural(plan.data_parallel_degree, 'replica')} of "
-        f"{plural(plan.graph_parallel_degree, 'rank')}",
+        f"{plural(plan.num_replica_ranks, 'rank')}",
     ]
+    if plan.tensor_parallel_degree > 1:
+        words.append(f"heads and feed-forward columns shared by {plan.tensor_parallel_degree} ranks with the same rows")
+    if plan.shares_out:
+        words.append(f"parameters, gradients and optimizer state shared out ({plan.shard_parameters})")
     if plan.is_full_graph:
         words.append("the full graph in each step")
     elif plan.sampled is not None:

@@ -18,8 +18,10 @@ _KINDS = {
     TaskKind.HALO_PACK: KernelKind.GATHER_SCATTER,
     TaskKind.COPY_ROWS: KernelKind.COPY,
     TaskKind.PAD_ROWS: KernelKind.COPY,
+    TaskKind.SHARD_COPY: KernelKind.COPY,
     TaskKind.OPTIMIZER: KernelKind.OPTIMIZER,
     TaskKind.CLIP: KernelKind.REDUCTION,
+    TaskKind.GRADIENT_NORM: KernelKind.REDUCTION,
     TaskKind.LOSS: KernelKind.REDUCTION,
 }
 

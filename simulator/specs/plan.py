@@ -8,6 +8,7 @@ from enum import StrEnum
 from simulator.specs.checks import require, require_at_least, require_length, require_positive, require_share
 from simulator.specs.gradients import GradientCompression
 from simulator.specs.hosts import HostRows
+from simulator.specs.mesh import ROW_AXES, MeshShape
 from simulator.specs.order import OrderSpec
 from simulator.specs.units import MIB, Dtype
 
@@ -40,6 +41,14 @@ class Recompute(StrEnum):
 
     NONE = "none"
     LAYER = "layer"  # only the layer's input is kept
+
+
+class ParameterSharding(StrEnum):
+    """Where the parameters of a layer lie, with their gradients and the optimizer's state."""
+
+    NONE = "none"  # on every rank that computes with them
+    ZERO2 = "zero2"  # a share on each; all of a layer is gathered before its forward pass and kept until its backward
+    ZERO3 = "zero3"  # the same, but a layer is gathered for either pass and given up behind it
 
 
 class StepMode(StrEnum):
@@ -223,7 +232,7 @@ class SampledBatches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The choices that a search makes; rank `d * graph_parallel_degree + g` is rank g of replica d.
+    """The choices that a search makes; `MeshShape` says which rank sits where.
 
     A step trains on `data_parallel_degree` batches of `parts_per_batch` parts. A batch with all parts is
     the full graph. Edges that leave a batch are dropped. The ranks of a graph group share a batch, one part each.
@@ -232,6 +241,8 @@ class Plan:
     Attributes:
         data_parallel_degree: replicas, each with a batch of its own.
         graph_parallel_degree: ranks that share a batch.
+        tensor_parallel_degree: ranks that share the heads and feed-forward columns of all layers, for the same rows.
+        shard_parameters: whether ranks with the same heads and columns share out parameters.
         partition: the cut of the graph.
         parts_per_batch: parts that a replica trains on in one step.
         exchange: of each layer.
@@ -260,6 +271,8 @@ class Plan:
 
     data_parallel_degree: int
     graph_parallel_degree: int
+    tensor_parallel_degree: int = 1
+    shard_parameters: ParameterSharding = ParameterSharding.NONE
     partition: PartitionSpec
     parts_per_batch: int
     exchange: tuple[Exchange, ...]
@@ -284,6 +297,7 @@ class Plan:
         require_at_least(0, prefetch_batches=self.prefetch_batches)
         require_positive(data_parallel_degree=self.data_parallel_degree)
         require_positive(graph_parallel_degree=self.graph_parallel_degree)
+        require_positive(tensor_parallel_degree=self.tensor_parallel_degree)
         require_at_least(4, gradient_bucket_bytes=self.gradient_bucket_bytes)
         rule = f"must be within 1 and num_parts = {self.partition.num_parts}"
         require(
@@ -298,9 +312,29 @@ class Plan:
             require_positive(exchange_chunk_bytes=self.exchange_chunk_bytes)
 
     @property
+    def mesh(self) -> MeshShape:
+        """Sizes of the axes of ranks."""
+        return MeshShape(dp=self.data_parallel_degree, gp=self.graph_parallel_degree, tp=self.tensor_parallel_degree)
+
+    @property
     def num_ranks(self) -> int:
         """Processes, one device each."""
-        return self.data_parallel_degree * self.graph_parallel_degree
+        return self.mesh.num_ranks
+
+    @property
+    def shares_out(self) -> bool:
+        """Whether ranks share parameters out."""
+        return self.shard_parameters is not ParameterSharding.NONE
+
+    @property
+    def num_row_ranks(self) -> int:
+        """Ranks with rows of their own; others hold the same rows and other heads and columns."""
+        return self.mesh.size(ROW_AXES)
+
+    @property
+    def num_replica_ranks(self) -> int:
+        """Ranks of one replica, which follow one another."""
+        return self.num_ranks // self.data_parallel_degree
 
     @property
     def is_full_graph(self) -> bool:
@@ -337,9 +371,20 @@ class Plan:
         return self.overlap_exchange and self.exchange[layer] in ROW_EXCHANGES
 
     def graph_group(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that share a batch with `rank`."""
-        first = rank - rank % self.graph_parallel_degree
-        return tuple(range(first, first + self.graph_parallel_degree))
+        """Return the ranks that share a batch with `rank` and exchange rows of the same heads with it."""
+        return self.mesh.group(("gp",), rank)
+
+    def tensor_group(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that hold the same rows as `rank`, with other heads and columns."""
+        return self.mesh.group(("tp",), rank)
+
+    def gradient_group(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks over which the gradients of `rank` are summed."""
+        return self.mesh.group(ROW_AXES, rank)
+
+    def row_rank(self, rank: int) -> int:
+        """Return the place of `rank` in its gradient group: which of the ranks with rows of their own it is."""
+        return self.mesh.place_in(ROW_AXES, rank)
 
 
 def batch_parts(plan: Plan, *, step: int, seed: int) -> tuple[tuple[int, ...], ...]:

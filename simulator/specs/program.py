@@ -32,6 +32,7 @@ class TaskKind(StrEnum):
     HALO_PACK = "halo_pack"
     PAD_ROWS = "pad_rows"
     COPY_ROWS = "copy_rows"
+    BIAS = "bias"
     TARGET_ROWS = "target_rows"
     EDGE_BIAS = "edge_bias"
     ATTENTION = "attention"
@@ -39,7 +40,10 @@ class TaskKind(StrEnum):
     ATTENTION_TARGETS = "attention_targets"
     MERGE = "merge"
     LOSS = "loss"
+    SHARD_COPY = "shard_copy"
     CLIP = "clip"
+    GRADIENT_NORM = "gradient_norm"
+    GRADIENT_SCALE = "gradient_scale"
     OPTIMIZER = "optimizer"
     GRADIENT_CAST = "gradient_cast"
     TOP_K_SELECT = "top_k_select"
@@ -77,7 +81,13 @@ COMPRESSIONS = frozenset(
     }
 )
 # Of parameters, gradients and the optimizer's state, which are fp32 whatever the activations are.
-UPDATES = COMPRESSIONS | {TaskKind.CLIP, TaskKind.OPTIMIZER}
+UPDATES = COMPRESSIONS | {
+    TaskKind.SHARD_COPY,
+    TaskKind.CLIP,
+    TaskKind.GRADIENT_NORM,
+    TaskKind.GRADIENT_SCALE,
+    TaskKind.OPTIMIZER,
+}
 
 _ATTENTION_FIELDS = (
     "targets",
@@ -98,7 +108,7 @@ SHAPE_FIELDS: dict[TaskKind, tuple[str, ...]] = {
     # A linear map of input features, which need no gradient.
     TaskKind.INPUT_LINEAR: ("rows", "columns_in", "columns_out"),
     TaskKind.SPARSE_LINEAR: ("rows", "entries", "columns_in", "columns_out"),
-    # A linear map whose result is split into queries and keys with values.
+    # A linear map without a bias, such as to queries and keys with values, into which its result is split.
     TaskKind.PROJECTION: ("rows", "columns_in", "columns_out"),
     TaskKind.LAYER_NORM: ("rows", "columns"),
     TaskKind.GELU: ("rows", "columns"),
@@ -111,7 +121,9 @@ SHAPE_FIELDS: dict[TaskKind, tuple[str, ...]] = {
     TaskKind.PAD_ROWS: ("rows", "rows_padded", "columns"),
     # Rows to another layout or number format, forward and backward.
     TaskKind.COPY_ROWS: ("rows", "columns"),
-    # The first rows of queries and of the residual stream; backward, zeros behind their gradients.
+    # A vector to each row, where it is no part of a product since the product is one of several ranks.
+    TaskKind.BIAS: ("rows", "columns"),
+    # The first rows of queries and of the residual stream, whose columns count; backward, zeros behind their gradients.
     TaskKind.TARGET_ROWS: ("rows", "rows_kept", "columns"),
     TaskKind.EDGE_BIAS: ("edges", "heads"),
     # Of the edges, those of targets, and those of sources, with more than MAX_SHORT_EDGES of them.
@@ -121,7 +133,12 @@ SHAPE_FIELDS: dict[TaskKind, tuple[str, ...]] = {
     # Attention over a second set of edges into that over a first one, in place; of the rows, the last have such edges.
     TaskKind.MERGE: ("rows", "rows_merged", "heads", "head_size"),
     TaskKind.LOSS: ("rows", "rows_labelled", "columns"),
+    # Numbers of a share of a layer's parameters to a message, or gradients; those of the shares of all ranks back.
+    TaskKind.SHARD_COPY: ("shares", "elements"),
     TaskKind.CLIP: ("elements", "tensors"),
+    # Both halves of a clip, where ranks sum what they know of the norm in between.
+    TaskKind.GRADIENT_NORM: ("elements", "tensors"),
+    TaskKind.GRADIENT_SCALE: ("elements", "tensors"),
     TaskKind.OPTIMIZER: ("elements", "tensors"),
     # A bucket to bf16, or back.
     TaskKind.GRADIENT_CAST: ("elements",),
@@ -212,8 +229,13 @@ def task_name(base: str, phase: Phase) -> str:
 
 
 def shifted_group(group: tuple[int, ...], shift: int, num_ranks: int) -> tuple[int, ...]:
-    """Return the group of a rank that is so many ranks behind one with equal tasks; that of all ranks stays."""
-    return group if shift == 0 or len(group) == num_ranks else tuple(rank + shift for rank in group)
+    """Return the group of a rank that is so many ranks behind one with equal tasks, in another replica.
+
+    A group that reaches over all replicas stays: moved, it would reach beyond the last rank.
+    """
+    if shift == 0 or len(group) == num_ranks or max(group, default=0) + shift >= num_ranks:
+        return group
+    return tuple(rank + shift for rank in group)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -6,7 +6,7 @@ from enum import StrEnum
 from simulator.specs.checks import require, require_at_least, require_positive
 from simulator.specs.gradients import GradientCompression
 from simulator.specs.order import NodeOrder
-from simulator.specs.plan import Exchange, ExchangePayload, Recompute
+from simulator.specs.plan import Exchange, ExchangePayload, ParameterSharding, Recompute
 from simulator.specs.units import MIB, Dtype
 
 
@@ -25,6 +25,9 @@ class SearchSpec:
 
     Attributes:
         num_ranks: numbers of ranks to try; empty for every power of two up to the cluster, and the cluster.
+        tensor_parallel_degrees: numbers of ranks that share heads and feed-forward columns, to try where they share
+            them evenly; empty for 1, and on GPUs every power of two up to the devices of a host.
+        parameter_shardings: choices to try where several ranks hold other rows.
         batches, exchanges, recomputes, precisions: choices to try; a hierarchical exchange only on full graphs that
             several hosts share.
         exchange_overlaps, exchange_payloads: choices to try where rows of others travel.
@@ -44,6 +47,8 @@ class SearchSpec:
     """
 
     num_ranks: tuple[int, ...] = ()
+    tensor_parallel_degrees: tuple[int, ...] = ()
+    parameter_shardings: tuple[ParameterSharding, ...] = (ParameterSharding.NONE,)
     batches: tuple[BatchKind, ...] = (BatchKind.FULL_GRAPH,)
     exchanges: tuple[Exchange, ...] = (
         Exchange.HALO,
@@ -88,11 +93,14 @@ class SearchSpec:
             "exchange_payloads",
             "gradient_bucket_bytes",
             "gradient_compressions",
+            "parameter_shardings",
         )
         for field in choices:
             require(len(getattr(self, field)) > 0, field, "must name at least one choice", getattr(self, field))
         for num_ranks in self.num_ranks:
             require(num_ranks >= 1, "num_ranks", "must hold numbers >= 1", num_ranks)
+        for degree in self.tensor_parallel_degrees:
+            require(degree >= 1, "tensor_parallel_degrees", "must hold numbers >= 1", degree)
         rule = "must not hold none: a single rank has nothing to exchange, and several must"
         require(Exchange.NONE not in self.exchanges, "exchanges", rule, "none")
 

@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 
 from executor.batches import sampled_works
 from executor.launch import launch, meet
-from executor.mesh import joined_mesh
+from executor.mesh import joined_mesh, mesh_choices
 from executor.record import Recorder
 from executor.train import Inputs, Trainer
 from planner.hosts import host_rows
@@ -32,6 +32,7 @@ from simulator.specs.model import EdgeBias, ModelSpec
 from simulator.specs.plan import (
     Exchange,
     ExchangePayload,
+    ParameterSharding,
     PartitionMethod,
     PartitionSpec,
     Plan,
@@ -52,6 +53,9 @@ ENCODED = dataclasses.replace(MODEL, laplacian_encodings=2, random_walk_encoding
 EVERYTHING = dataclasses.replace(ENCODED, dropout_ratio=0.3, edge_bias=EdgeBias.DEGREE, num_layers=3)
 # Seven heads do not divide by two ranks; fewer on a rank could stand for a pair of keys and values.
 SEVEN_HEADS: dict[str, Any] = {"width": 28, "num_heads": 7}
+# For ranks that share heads and feed-forward columns.
+FOUR_HEADS = ModelSpec(width=40, num_heads=4, num_layers=2, feed_forward_width=56)
+SIX_HEADS = ModelSpec(width=36, num_heads=6, num_layers=2, feed_forward_width=50)
 TRAIN = TrainSpec(num_steps=10, learning_rate=0.01, seed=5)
 GRAPH = CommunityGraph(num_nodes=700, num_edges=4000, num_classes=7, num_features=11)
 NUM_SPARSE_FEATURES, DENSITY = 60, 0.1
@@ -74,6 +78,8 @@ class Case:
 
     data_parallel_degree: int = 1
     graph_parallel_degree: int = 1
+    tensor_parallel_degree: int = 1
+    shard_parameters: ParameterSharding = ParameterSharding.NONE
     num_parts: int = 0
     parts_per_batch: int = 0
     exchange: tuple[Exchange, ...] = (Exchange.NONE, Exchange.NONE)
@@ -343,6 +349,104 @@ CASES = {
         overlap_gradients=True,
         gradient_compression=POWER_SGD,
     ),
+    "tensor": Case(tensor_parallel_degree=2, model=FOUR_HEADS),
+    "tensor, one layer recomputed": Case(
+        tensor_parallel_degree=2,
+        recompute=(KEEP, AGAIN),
+        model=dataclasses.replace(FOUR_HEADS, edge_bias=EdgeBias.DEGREE),
+        is_sparse=True,
+    ),
+    "tensor of four, recomputed with dropout": Case(
+        tensor_parallel_degree=4,
+        recompute=(AGAIN, AGAIN),
+        model=dataclasses.replace(FOUR_HEADS, dropout_ratio=0.3),
+        precision=Dtype.BFLOAT16,
+    ),
+    "tensor, clusters on two": Case(
+        data_parallel_degree=2,
+        tensor_parallel_degree=2,
+        num_parts=4,
+        model=FOUR_HEADS,
+        gradient_bucket_bytes=4 * KIB,
+        overlap_gradients=True,
+    ),
+    "tensor, samples": Case(
+        tensor_parallel_degree=2, fan_outs=(5, 4), seeds_per_batch=60, model=FOUR_HEADS, num_parts=2
+    ),
+    "tensor, halo": Case(
+        graph_parallel_degree=2,
+        tensor_parallel_degree=2,
+        exchange=(HALO, GATHER),
+        model=dataclasses.replace(FOUR_HEADS, dropout_ratio=0.3),
+        gradient_bucket_bytes=4 * KIB,
+        overlap_gradients=True,
+    ),
+    "tensor, heads": Case(
+        graph_parallel_degree=2, tensor_parallel_degree=2, exchange=(HEADS, HEADS), wire=HALF, model=SIX_HEADS
+    ),
+    "tensor, rows": Case(
+        graph_parallel_degree=2,
+        tensor_parallel_degree=2,
+        exchange=(HALO, GATHER),
+        payload=ROWS,
+        recompute=(AGAIN, KEEP),
+        model=FOUR_HEADS,
+    ),
+    "tensor, overlapped": Case(
+        graph_parallel_degree=2, tensor_parallel_degree=2, exchange=(HALO, GATHER), overlaps=True, model=FOUR_HEADS
+    ),
+    "tensor, overlapped rows": Case(
+        graph_parallel_degree=2,
+        tensor_parallel_degree=2,
+        exchange=(HALO, GATHER),
+        overlaps=True,
+        payload=ROWS,
+        wire=HALF,
+        chunk_bytes=30 * KIB,
+        model=dataclasses.replace(FOUR_HEADS, edge_bias=EdgeBias.DEGREE),
+    ),
+    "shared out, clusters on two": Case(
+        data_parallel_degree=2, num_parts=4, model=DROPOUT, shard_parameters=ParameterSharding.ZERO3
+    ),
+    "shared out, kept for the backward pass": Case(
+        graph_parallel_degree=2,
+        exchange=(HALO, GATHER),
+        recompute=(KEEP, AGAIN),
+        model=DROPOUT,
+        shard_parameters=ParameterSharding.ZERO2,
+    ),
+    "shared out, three layers": Case(
+        graph_parallel_degree=2,
+        exchange=(HALO, GATHER, HALO),
+        recompute=(AGAIN, KEEP, AGAIN),
+        model=EVERYTHING,
+        precision=Dtype.BFLOAT16,
+        is_sparse=True,
+        shard_parameters=ParameterSharding.ZERO3,
+    ),
+    "shared out by three": Case(
+        data_parallel_degree=3,
+        num_parts=3,
+        model=EVERYTHING,
+        shard_parameters=ParameterSharding.ZERO3,
+        exchange=(Exchange.NONE,) * 3,
+        recompute=(KEEP,) * 3,
+    ),
+    "shared out, tensor": Case(
+        data_parallel_degree=2,
+        tensor_parallel_degree=2,
+        num_parts=4,
+        model=FOUR_HEADS,
+        shard_parameters=ParameterSharding.ZERO3,
+    ),
+    "shared out, tensor, halo": Case(
+        graph_parallel_degree=2,
+        tensor_parallel_degree=2,
+        exchange=(HALO, HALO),
+        overlaps=True,
+        model=FOUR_HEADS,
+        shard_parameters=ParameterSharding.ZERO2,
+    ),
 }
 
 
@@ -449,6 +553,8 @@ def _plan(case: Case, graph: Graph, part_N: np.ndarray, num_parts: int) -> Plan:
     return Plan(
         data_parallel_degree=case.data_parallel_degree,
         graph_parallel_degree=case.graph_parallel_degree,
+        tensor_parallel_degree=case.tensor_parallel_degree,
+        shard_parameters=case.shard_parameters,
         partition=partition,
         parts_per_batch=num_parts if case.fan_outs else case.parts_per_batch or case.graph_parallel_degree,
         exchange=case.exchange,
@@ -519,9 +625,7 @@ def _run_case(prepared: Prepared, store: Store, rank: int) -> ObservedStep:
         store,
         rank=rank,
         local_rank=int(os.environ.get("LOCAL_RANK", rank)),
-        data_parallel_degree=plan.data_parallel_degree,
-        graph_parallel_degree=plan.graph_parallel_degree,
-        ranks_per_host=plan.ranks_per_host,
+        **mesh_choices(plan),
     ) as place:
         recorder = Recorder(annotate=True, precision=plan.precision)
         trainer = Trainer(plan, prepared.spec, case.model, TRAIN, prepared.inputs, place, recorder)

@@ -16,6 +16,8 @@ _COMPRESSING = {
     TaskKind.LOW_RANK_ORTHOGONALISE: "orthogonalise",
     TaskKind.LOW_RANK_RESTORE: "restore",
 }
+# Functions that take a list of gradients, in which the profiler shows no sizes.
+_OF_ALL_GRADIENTS = {TaskKind.GRADIENT_NORM: "sum_of_squares", TaskKind.GRADIENT_SCALE: "scale_"}
 TYPES = {Dtype.FLOAT32: "float", Dtype.BFLOAT16: "c10::BFloat16"}
 # Operators that cost much: a task runs no other of them than it must.
 GOVERNED = frozenset(
@@ -109,7 +111,8 @@ def missing_evidence(task: Task, observed: ObservedTask) -> list[str]:
         elif isinstance(expected, Expected):
             met.add(position)
     for index, operator in enumerate(observed.operators):
-        if operator.name in GOVERNED and index not in met:
+        is_part = task.kind is TaskKind.GRADIENT_NORM and operator.name == "aten::linalg_vector_norm"
+        if operator.name in GOVERNED and index not in met and not is_part:
             found.append(f"also ran {operator.name} {_dims_text(operator.dims)}")
     expected_operands = _expected_operands(task)
     if observed.operands != expected_operands:
@@ -133,6 +136,8 @@ def _dims_text(dims: Dims) -> str:
 def _expected_operands(task: Task) -> tuple[Operands, ...]:
     if task.kind is TaskKind.SPARSE_LINEAR:
         return (Operands(function="mm", counts=(task.shape[1],)),)
+    if task.kind in _OF_ALL_GRADIENTS:
+        return (Operands(function=_OF_ALL_GRADIENTS[task.kind], counts=task.shape),)
     if task.kind is TaskKind.OPTIMIZER:
         return (Operands(function="_fused_adamw_", counts=task.shape),)
     if task.kind in BATCH_KINDS:
@@ -204,6 +209,10 @@ def _expected_operators(task: Task) -> Sequence[Expected | ExpectedOperand]:
                 _aten("index_select", (rows, columns), (), (labelled,), dtype=task.dtype),
                 _aten("_log_softmax", (labelled, columns), dtype=Dtype.FLOAT32),
             ]
+        case TaskKind.BIAS:
+            if backward:
+                return [_aten("sum", task.shape, dtype=task.dtype)]
+            return [_aten("add", task.shape, task.shape[1:], dtype=task.dtype)]
         case TaskKind.CLIP:
             elements = task.shape[:1]
             return [_aten("linalg_vector_norm", elements, dtype=task.dtype), _aten("mul_", elements, dtype=task.dtype)]
@@ -217,8 +226,9 @@ def _expected_operators(task: Task) -> Sequence[Expected | ExpectedOperand]:
         case TaskKind.LOW_RANK_PROJECT | TaskKind.LOW_RANK_RESTORE:
             return [_aten("mm") for _ in range(task.shape[1])]
         case TaskKind.OPTIMIZER:
-            # The buffer of gradients holds the loss too.
-            return [_aten("_fused_adamw_"), _aten("zero_", (task.shape[0] + 1,), dtype=task.dtype)]
+            return [_aten("_fused_adamw_")]
+        case TaskKind.SHARD_COPY:
+            return [_shard_copy(task)]
         case _:
             return []
 
@@ -260,11 +270,15 @@ def _attention(task: Task) -> list[ExpectedOperand]:
 def _target_rows(task: Task) -> list[Expected]:
     rows, kept, columns = task.shape
     if task.phase is Phase.BACKWARD:
-        pad = _aten("constant_pad_nd", (kept, columns), dtype=task.dtype)
-        return [dataclasses.replace(pad, numbers=((1, f"[0, 0, 0, {rows - kept}]"),))] * 2
+        numbers = ((1, f"[0, 0, 0, {rows - kept}]"),)
+        # Queries have fewer columns where ranks share heads.
+        pads = [_aten("constant_pad_nd", (kept, count), dtype=task.dtype) for count in (columns, ANY)]
+        return [dataclasses.replace(pad, numbers=numbers) for pad in pads]
     # Views of the first rows, which are no operators at all where they are all there are.
-    taken = Expected(names=("aten::slice",), dims=((rows, columns),), numbers=((3, str(kept)),))
-    return [taken] * 2 if rows > kept else []
+    taken = [
+        Expected(names=("aten::slice",), dims=((rows, count),), numbers=((3, str(kept)),)) for count in (columns, ANY)
+    ]
+    return taken if rows > kept else []
 
 
 def _packing(task: Task) -> list[Expected]:
@@ -283,6 +297,16 @@ def _packing(task: Task) -> list[Expected]:
     # A view of the first rows, which is no operator at all where they are all there are.
     taken = Expected(names=("aten::slice",), dims=((others, columns),), numbers=((3, str(rows)),))
     return [taken] if others > rows else []
+
+
+def _shard_copy(task: Task) -> Expected | ExpectedOperand:
+    """Return what copies parameters or gradients between tensors and a message."""
+    shares, elements = task.shape
+    if task.phase is Phase.UPDATE:
+        return ExpectedOperand(sizes=((shares, elements),))
+    if shares == 1:
+        return Expected(names=("fsdp::all_gather_copy_in",), dims=(), numbers=((3, str(elements)),))
+    return Expected(names=("fsdp::split_with_sizes_copy",), dims=((shares, elements),))
 
 
 def _copied_rows(rows: int, columns: int) -> ExpectedOperand:

@@ -24,11 +24,13 @@ import torch.distributed as dist
 
 import executor.attention.cpu
 import executor.batches
+import executor.clipping
 import executor.compression
 import executor.exchange
 import executor.operations
 import executor.overlap
 import executor.reduction
+import executor.shared_out
 from executor.attention.graph import EdgeGraph
 from executor.attention.parts import Attended
 from executor.compression import Factors
@@ -86,7 +88,7 @@ class Operands:
     Attributes:
         function: "mm" with a sparse operand, "_fused_adamw_", "edge_attention", "attention_forward" and
             "attention_backward" for its kernels, a function of `executor/attention/parts.py`, "batch" or what
-            compresses a bucket.
+            compresses a bucket or takes all gradients.
         counts: entries of the sparse operand; elements and tensors of the parameters; edges of long targets and edges
             of long sources; targets, sources and edges, since kernels are no operators of torch; of attention over
             some edges and of its passes back, all that their shape counts; of a merge too; rows, heads and head size;
@@ -320,10 +322,13 @@ def _probes() -> Iterator[list[Probe]]:
             (dist, "all_reduce", _all_reduce_call),
             (executor.exchange, "all_gather_single", functools.partial(_call_with_output, "all_gather")),
             (executor.exchange, "reduce_scatter_single", functools.partial(_call_with_output, "reduce_scatter")),
+            (executor.shared_out, "all_gather_single", functools.partial(_call_with_output, "all_gather")),
+            (executor.shared_out, "reduce_scatter_single", functools.partial(_call_with_output, "reduce_scatter")),
             (executor.reduction, "all_gather_single", functools.partial(_call_with_output, "all_gather")),
             (executor.compression, "select_entries", _selection),
             (executor.compression, "sum_entries", _entries),
             *((executor.compression, name, functools.partial(_factors, name)) for name in _OF_FACTORS),
+            *((executor.clipping, name, functools.partial(_gradients, name)) for name in ("sum_of_squares", "scale_")),
             (torch, "mm", _sparse_operand),
             (torch, "_fused_adamw_", _parameters),
             (executor.operations, "edge_attention", _edges_of_long_rows),
@@ -406,6 +411,10 @@ def _sparse_operand(left: torch.Tensor, *_: Any, **__: Any) -> Operands | None:
 def _parameters(parameters: Sequence[torch.Tensor], *_: Any, **__: Any) -> Operands:
     elements = sum(parameter.numel() for parameter in parameters)
     return Operands(function="_fused_adamw_", counts=(elements, len(parameters)))
+
+
+def _gradients(function: str, gradients: Sequence[torch.Tensor], *_: Any) -> Operands:
+    return Operands(function=function, counts=(sum(gradient.numel() for gradient in gradients), len(gradients)))
 
 
 def _selection(gradient: torch.Tensor, residual: torch.Tensor, message: torch.Tensor, num_kept: int) -> Operands:

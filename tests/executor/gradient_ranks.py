@@ -128,7 +128,7 @@ def _work(folder: Path, store: Store, rank: int) -> None:
 
 def _gradients_of(model: nn.Module, recorder: Recorder, setting: Setting, place: Place) -> FlatGradients:
     return FlatGradients(
-        model,
+        dict(model.named_parameters()),
         recorder,
         place.world,
         bucket_bytes=setting.bucket_bytes,

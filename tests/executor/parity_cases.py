@@ -19,7 +19,15 @@ from simulator.specs.gradients import CompressionKind, GradientCompression
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import EdgeBias, ModelSpec
 from simulator.specs.order import NodeOrder, OrderSpec
-from simulator.specs.plan import Exchange, ExchangePayload, Plan, Recompute, SampledBatches, batch_parts
+from simulator.specs.plan import (
+    Exchange,
+    ExchangePayload,
+    ParameterSharding,
+    Plan,
+    Recompute,
+    SampledBatches,
+    batch_parts,
+)
 from simulator.specs.sampling import NeighbourKind, NeighbourSpec
 from simulator.specs.train import TrainSpec
 from simulator.specs.units import MIB, Dtype
@@ -62,6 +70,8 @@ class ParityCase:
     cut: str = "uneven"
     data_parallel_degree: int = 1
     graph_parallel_degree: int = 1
+    tensor_parallel_degree: int = 1
+    shard_parameters: ParameterSharding = ParameterSharding.NONE
     num_parts: int = 0
     parts_per_batch: int = 0
     exchange: tuple[Exchange, Exchange] = (NONE, NONE)
@@ -87,7 +97,7 @@ class ParityCase:
     @property
     def num_ranks(self) -> int:
         """Ranks of the plan."""
-        return self.data_parallel_degree * self.graph_parallel_degree
+        return self.data_parallel_degree * self.graph_parallel_degree * self.tensor_parallel_degree
 
     @cached_property
     def graph(self) -> Graph:
@@ -136,6 +146,8 @@ class ParityCase:
         return Plan(
             data_parallel_degree=self.data_parallel_degree,
             graph_parallel_degree=self.graph_parallel_degree,
+            tensor_parallel_degree=self.tensor_parallel_degree,
+            shard_parameters=self.shard_parameters,
             partition=partition_of(self.graph, self.part_N, self._num_parts, ranks_per_host=self.ranks_per_host),
             parts_per_batch=self._num_parts if self.fan_outs else self.parts_per_batch or self.graph_parallel_degree,
             exchange=self.exchange,
@@ -527,6 +539,76 @@ def _loaded_and_beside() -> dict[str, ParityCase]:
     }
 
 
+def _tensor_parallel() -> dict[str, ParityCase]:
+    """Return plans whose ranks share heads and feed-forward columns, alone and with every other axis."""
+    extras: dict[str, Any] = {"extras": True, "recompute": (KEEP, AGAIN)}
+    two = ParityCase(tensor_parallel_degree=2, num_heads=4)
+    shared = replace(two, graph_parallel_degree=2, gradient_bucket_bytes=SMALL_BUCKETS)
+    beside: dict[str, Any] = {"overlap_gradients": True, "gradient_bucket_bytes": SMALL_BUCKETS}
+    replicas = replace(two, data_parallel_degree=2, num_parts=5, cut="lonely last", **extras)
+    return {
+        "2 tensor ranks": two,
+        "2 tensor ranks, all extras": replace(two, **extras),
+        "2 tensor ranks, sparse, all recomputed": replace(two, graph_name="sparse", recompute=(AGAIN, AGAIN)),
+        "2 tensor ranks, clusters": replace(two, num_parts=5, parts_per_batch=2, extras=True),
+        "4 tensor ranks, all extras": replace(two, tensor_parallel_degree=4, **extras),
+        "2 replicas of 2 tensor ranks": replicas,
+        "2 replicas of 2 tensor ranks, buckets beside": replace(replicas, **beside),
+        "2 replicas of 2 tensor ranks, samples": ParityCase(
+            data_parallel_degree=2,
+            tensor_parallel_degree=2,
+            num_parts=2,
+            fan_outs=(3, 2),
+            seeds_per_batch=5,
+            extras=True,
+        ),
+        "2 graph ranks of 2 tensor ranks, halo": replace(shared, exchange=(HALO, HALO)),
+        "2 graph ranks of 2 tensor ranks, all-gather": replace(shared, exchange=(ALL_GATHER, HALO), **extras),
+        "2 graph ranks of 2 tensor ranks, heads": replace(shared, exchange=(HEADS, HEADS), **extras),
+        "2 graph ranks of 2 tensor ranks, one head each": replace(
+            shared, num_heads=2, exchange=(HEADS, HALO), graph_name="sparse", **extras
+        ),
+        "2 graph ranks of 2 tensor ranks, overlapped": replace(
+            shared, exchange=(HALO, ALL_GATHER), overlaps=True, overlap_gradients=True, **extras
+        ),
+        "2 graph ranks of 2 tensor ranks, rows": replace(shared, exchange=(HALO, ALL_GATHER), payload=ROWS, **extras),
+        "2 graph ranks of 2 tensor ranks, rows overlapped, chunks": replace(
+            shared, exchange=(HALO, ALL_GATHER), payload=ROWS, overlaps=True, chunk_bytes=600, **extras
+        ),
+        "2 graph ranks of 2 tensor ranks, clusters": replace(
+            shared, exchange=(HALO, ALL_GATHER), num_parts=5, chunk_bytes=1000, **extras
+        ),
+        "2 graph ranks of 2 tensor ranks, no edges": replace(shared, exchange=(HALO, HEADS), graph_name="edgeless"),
+    }
+
+
+def _shared_out() -> dict[str, ParityCase]:
+    """Return plans whose ranks share parameters out, with every other axis."""
+    zero2, zero3 = ParameterSharding.ZERO2, ParameterSharding.ZERO3
+    extras: dict[str, Any] = {"extras": True, "recompute": (KEEP, AGAIN)}
+    replicas = ParityCase(data_parallel_degree=2, num_parts=5, cut="lonely last", num_heads=4, shard_parameters=zero3)
+    group = ParityCase(graph_parallel_degree=2, exchange=(HALO, ALL_GATHER), num_heads=4, shard_parameters=zero3)
+    return {
+        "2 replicas, shared out": replicas,
+        "2 replicas, shared out, kept for the backward pass": replace(replicas, shard_parameters=zero2, **extras),
+        "2 replicas, shared out, samples": ParityCase(
+            data_parallel_degree=2, num_parts=2, fan_outs=(3, 2), seeds_per_batch=5, shard_parameters=zero3
+        ),
+        "2 graph ranks, shared out": replace(group, **extras),
+        "2 graph ranks, shared out, overlapped": replace(group, overlaps=True, graph_name="sparse", extras=True),
+        "4 graph ranks, shared out, all recomputed": replace(
+            group, graph_parallel_degree=4, exchange=(HEADS, HALO), recompute=(AGAIN, AGAIN)
+        ),
+        "2 replicas of 2 graph ranks, shared out": replace(
+            group, data_parallel_degree=2, num_parts=5, shard_parameters=zero2, **extras
+        ),
+        "2 replicas of 2 tensor ranks, shared out": replace(replicas, tensor_parallel_degree=2, **extras),
+        "2 graph ranks of 2 tensor ranks, shared out": replace(
+            group, tensor_parallel_degree=2, shard_parameters=zero2, **extras
+        ),
+    }
+
+
 def _bfloat16() -> dict[str, ParityCase]:
     half = Dtype.BFLOAT16
     return {
@@ -576,6 +658,19 @@ def _bfloat16() -> dict[str, ParityCase]:
                 ("hierarchical, overlapped", (HIERARCHICAL, HALO), {"ranks_per_host": 2, "overlaps": True}),
             )
         },
+        "2 tensor ranks, bf16": ParityCase(
+            tensor_parallel_degree=2, precision=half, extras=True, recompute=(KEEP, AGAIN)
+        ),
+        "2 graph ranks of 2 tensor ranks, shared out, bf16": ParityCase(
+            graph_parallel_degree=2,
+            tensor_parallel_degree=2,
+            exchange=(HALO, ALL_GATHER),
+            shard_parameters=ParameterSharding.ZERO3,
+            precision=half,
+        ),
+        "2 graph ranks of 2 tensor ranks, bf16": ParityCase(
+            graph_parallel_degree=2, tensor_parallel_degree=2, exchange=(HALO, ALL_GATHER), precision=half
+        ),
         "2 replicas, bf16": ParityCase(graph_name="sparse", data_parallel_degree=2, num_parts=5, precision=half),
         "2 graph ranks, bf16, buckets beside": ParityCase(
             graph_parallel_degree=2,
@@ -628,6 +723,8 @@ EXACT_CASES = {
     **_hierarchical(),
     **_beside_the_backward_pass(),
     **_loaded_and_beside(),
+    **_tensor_parallel(),
+    **_shared_out(),
 }
 ROUNDED_CASES = _bfloat16()
 LOSSY_CASES = _lossy()

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # not in __all__
 
 from executor.launch import launch, meet
-from executor.mesh import Place, joined_mesh
+from executor.mesh import Place, joined_mesh, mesh_choices
 from executor.record import Recorder
 from executor.train import Trainer
 from simulator.specs.cluster import DeviceKind
@@ -93,9 +93,7 @@ def _run_case(case: ParityCase, kind: DeviceKind, store: Store, rank: int) -> Ra
         store,
         rank=rank,
         local_rank=rank,
-        data_parallel_degree=case.data_parallel_degree,
-        graph_parallel_degree=case.graph_parallel_degree,
-        ranks_per_host=case.plan.ranks_per_host,
+        **mesh_choices(case.plan),
     ) as place:
         return _train(case, place)
 
@@ -103,8 +101,8 @@ def _run_case(case: ParityCase, kind: DeviceKind, store: Store, rank: int) -> Ra
 def _train(case: ParityCase, place: Place) -> RankResult:
     recorder = Recorder(precision=case.precision)
     trainer = Trainer(case.plan, case.graph_spec, case.model, case.train, case.inputs, place, recorder)
-    drawn = _copied(dict(trainer.model.named_parameters()))
-    trainer.model.load_state_dict(case.initial)
+    drawn = trainer.whole_weights()
+    trainer.parameters.load(case.initial)
     first_accuracies = astuple(trainer.evaluate())
     gradients = _gradients_before_updates(trainer)
     losses = [float(trainer.step(step, trainer.batch(step))) for step in range(NUM_STEPS)]
@@ -115,7 +113,7 @@ def _train(case: ParityCase, place: Place) -> RankResult:
         first_gradient=gradients[0],
         first_accuracies=first_accuracies,
         last_accuracies=astuple(trainer.evaluate()),
-        trained=_copied(dict(trainer.model.named_parameters())),
+        trained=trainer.whole_weights(),
     )
 
 
@@ -125,15 +123,13 @@ def _gradients_before_updates(trainer: Trainer) -> list[Parameters]:
     update = trainer.update
 
     def look_and_update() -> None:
-        seen.append(_copied({name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}))
+        parameters = trainer.parameters
+        gradients = {name: own.grad for name, own in parameters.own.items() if own.grad is not None}
+        seen.append({name: parameters.whole(name, value).cpu().clone() for name, value in gradients.items()})
         update()
 
     trainer.update = look_and_update  # type: ignore[method-assign]
     return seen
-
-
-def _copied(parameters: Parameters) -> Parameters:
-    return {name: value.detach().cpu().clone() for name, value in parameters.items()}
 
 
 def _path(folder: Path, name: str, rank: int) -> Path:

@@ -63,6 +63,7 @@ def batches_of(plan: Plan, graph: Graph, *, seed: int = 3, part_N: np.ndarray | 
             rank=rank,
             num_ranks=plan.num_ranks,
             replica=rank,
+            row_rank=rank,
             graph_rank=0,
             graph_group=None,
             world=None,

@@ -24,7 +24,7 @@ from simulator.specs.calibration import Calibration
 from simulator.specs.checkpoint import CheckpointManifest
 from simulator.specs.document import content_sha256
 from simulator.specs.files import read_calibration, read_manifest, read_plan, read_trace, write_calibration, write_plan
-from simulator.specs.plan import Exchange
+from simulator.specs.plan import Exchange, ParameterSharding
 from simulator.specs.units import Dtype
 from tests.executor.checkpoint_cases import NUM_SAVED_STEPS, NUM_STEPS, SAVED, UNSAVED, planned, saved
 from tests.executor.test_train import one_rank_trainer
@@ -42,14 +42,33 @@ CLUSTERS = {
     "clusters on 1 rank": Choices(num_parts=5, parts_per_batch=2),
     "clusters on 2 ranks": Choices(num_parts=5, graph_parallel_degree=2),
 }
-PAIRS = [(old, new) for group in (FULL_GRAPH, CLUSTERS) for old in group for new in group]
+ZERO2, ZERO3 = ParameterSharding.ZERO2, ParameterSharding.ZERO3
+# Ranks that hold shares of heads, columns and parameters.
+SHARED = {
+    "2 tensor ranks": Choices(tensor_parallel_degree=2),
+    "4 tensor ranks": Choices(tensor_parallel_degree=4),
+    "2 graph ranks of 2 tensor ranks": Choices(graph_parallel_degree=2, tensor_parallel_degree=2),
+    "4 ranks, shared out": Choices(graph_parallel_degree=4, shard_parameters=ZERO3),
+    "2 ranks, shared out": Choices(graph_parallel_degree=2, shard_parameters=ZERO2),
+    "2 graph ranks of 2 tensor ranks, shared out": Choices(
+        graph_parallel_degree=2, tensor_parallel_degree=2, shard_parameters=ZERO3
+    ),
+}
+PAIRS = [
+    *((old, new) for group in (FULL_GRAPH, CLUSTERS) for old in group for new in group),
+    *((old, "1 rank") for old in SHARED),
+    *(("2 ranks, halo", new) for new in SHARED),
+    # Each to the next one, and the last to the first.
+    *zip(SHARED, [*SHARED][1:] + [*SHARED][:1], strict=True),
+    ("2 graph ranks of 2 tensor ranks, shared out", "4 ranks, shared out"),
+]
 
 
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with each plan's whole run, saved halfway, and each run that went on from another one's checkpoint."""
     folder: Path = tmp_path_factory.mktemp("matrix")
-    whole = {name: planned(folder, name, choices) for name, choices in (FULL_GRAPH | CLUSTERS).items()}
+    whole = {name: planned(folder, name, choices) for name, choices in (FULL_GRAPH | CLUSTERS | SHARED).items()}
     run_plans(list(whole.values()))
     runs = [going_on(whole[new], folder / f"pair{index}", saved(whole[old])) for index, (old, new) in enumerate(PAIRS)]
     half = planned(folder, "in bf16", Choices(precision=Dtype.BFLOAT16))
@@ -73,7 +92,7 @@ def result_in(folder: Path) -> dict[str, Any]:
 @pytest.mark.dist
 @pytest.mark.parametrize(("old", "new"), PAIRS)
 def test_a_run_goes_on_under_another_plan_with_the_same_losses(matrix, old, new):
-    reference = result_in(matrix / ("1 rank" if old in FULL_GRAPH else "clusters on 1 rank"))
+    reference = result_in(matrix / ("clusters on 1 rank" if old in CLUSTERS else "1 rank"))
     found = result_in(matrix / f"pair{PAIRS.index((old, new))}")
     assert len(found["losses"]) == NUM_STEPS
     assert found["losses"] == pytest.approx(reference["losses"], rel=EXACT)

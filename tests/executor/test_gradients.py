@@ -177,7 +177,9 @@ def test_a_backward_pass_of_somebody_else_begins_nothing_and_a_second_one_is_not
     begun = []
     monkeypatch.setattr(Wire, "all_reduce", lambda _, name, tensor: begun.append(name))
     model = made_model()
-    gradients = FlatGradients(model, Recorder(), WORLD, bucket_bytes=SMALL_BUCKETS, overlap=True)
+    gradients = FlatGradients(
+        dict(model.named_parameters()), Recorder(), WORLD, bucket_bytes=SMALL_BUCKETS, overlap=True
+    )
     loss_of(model, 0, 0).backward()
     assert begun == []
     gradients.zero()
@@ -195,7 +197,7 @@ def test_a_backward_pass_of_somebody_else_begins_nothing_and_a_second_one_is_not
 
 def test_a_single_rank_keeps_its_gradients_and_loss():
     model, alone = made_model(), made_model()
-    gradients = FlatGradients(model, Recorder(), None, bucket_bytes=SMALL_BUCKETS)
+    gradients = FlatGradients(dict(model.named_parameters()), Recorder(), None, bucket_bytes=SMALL_BUCKETS)
     gradients.begin(loss := loss_of(model, 0, 0))
     loss.backward()
     assert float(gradients.reduce()) == loss.item()
@@ -207,7 +209,13 @@ def test_a_single_rank_keeps_its_gradients_and_loss():
 
 def test_a_state_of_another_compression_is_refused():
     top_k, as_they_are = (
-        FlatGradients(made_model(), Recorder(), None, bucket_bytes=SMALL_BUCKETS, compression=COMPRESSIONS[name])
+        FlatGradients(
+            dict(made_model().named_parameters()),
+            Recorder(),
+            None,
+            bucket_bytes=SMALL_BUCKETS,
+            compression=COMPRESSIONS[name],
+        )
         for name in ("top-k", "none")
     )
     with pytest.raises(RunError, match=r"must hold nothing, got residual \(\d+,\), right \(0,\): resume with"):
@@ -231,7 +239,9 @@ def test_buckets_begin_within_the_backward_pass_of_compiled_parts_too(monkeypatc
     found = []
     for is_compiled in (False, True):
         begun.clear()
-        gradients = FlatGradients(layer, Recorder(), WORLD, bucket_bytes=SMALL_BUCKETS, overlap=True)
+        gradients = FlatGradients(
+            dict(layer.named_parameters()), Recorder(), WORLD, bucket_bytes=SMALL_BUCKETS, overlap=True
+        )
         weights: dict[str, Tensor] = dict(layer.named_parameters())
         if is_compiled:
             q_ND, kv_N2D = compiled.before(weights, h_ND)

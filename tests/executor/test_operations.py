@@ -17,7 +17,7 @@ from executor.compat import making_sparse_csr
 from executor.operations import DROPOUT, Operation, SparseFeatures
 from simulator.specs.program import ATTENTION_PASSES, BATCH_KINDS, SHAPE_FIELDS, UPDATES, TaskKind
 
-PIECES = (operations.QUERY, operations.KEY_VALUE)  # of the operations of their kinds
+PIECES = (operations.QUERY, operations.KEY_VALUE, operations.PRODUCT)  # of the operations of their kinds
 ALL_OPERATIONS = [
     value for _, value in inspect.getmembers(operations) if isinstance(value, Operation) and value not in PIECES
 ]
@@ -214,6 +214,13 @@ def test_queries_and_keys_with_values_are_the_projection_in_two_products():
     assert operations.KEY_VALUE.shape(x, weight) == (5, 4, 8)
 
 
+def test_a_product_with_a_bias_behind_it_is_a_linear_map():
+    x, weight, bias = torch.randn(5, 4), torch.randn(6, 4), torch.randn(6)
+    product = operations.PRODUCT.function(x, weight)
+    torch.testing.assert_close(operations.BIAS.function(product, bias), torch.nn.functional.linear(x, weight, bias))
+    assert operations.PRODUCT.shape(x, weight) == (5, 4, 6)
+
+
 def arguments_of(kind: TaskKind) -> tuple[tuple[object, ...], tuple[int, ...]]:
     """Return arguments for an operation, and the shape of their task by hand."""
     x = torch.zeros(5, 4)
@@ -229,6 +236,7 @@ def arguments_of(kind: TaskKind) -> tuple[tuple[object, ...], tuple[int, ...]]:
         TaskKind.GELU: ((x,), (5, 4)),
         TaskKind.DROPOUT: ((x, torch.arange(5), 0.5, 0), (5, 4)),
         TaskKind.RESIDUAL: ((x, x), (5, 4)),
+        TaskKind.BIAS: ((x, torch.zeros(4)), (5, 4)),
         TaskKind.TARGET_ROWS: ((x, x, 3), (5, 3, 4)),
         TaskKind.EDGE_BIAS: ((torch.zeros(16, 2), torch.tensor([0, 3, 3])), (3, 2)),
         TaskKind.ATTENTION: ((x, torch.zeros(7, 8), None, graph, 2), (5, 7, 3, 0, 0, 2, 2)),

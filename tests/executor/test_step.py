@@ -222,7 +222,7 @@ def test_weights_cast_once_give_the_gradients_of_casts_at_each_use():
     for cast in (False, True):
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        weights = cast_weights(model, torch.bfloat16) if cast else None
+        weights = cast_weights(dict(model.named_parameters()), torch.bfloat16) if cast else None
         model.loss(model(data, replace(settings, weights=weights)), data).backward()
         gradients.append({name: value.grad for name, value in model.named_parameters() if value.grad is not None})
     assert list(gradients[0]) == [name for name, _ in model.named_parameters()]
@@ -233,12 +233,14 @@ def test_weights_cast_once_give_the_gradients_of_casts_at_each_use():
 
 def test_weights_of_a_bf16_run_are_bf16_but_for_those_that_operations_take_in_fp32():
     model = GraphTransformer(spec_of(sparse_graph()), MODEL, Recorder())
-    weights = cast_weights(model, torch.bfloat16)
+    weights = cast_weights(dict(model.named_parameters()), torch.bfloat16)
     assert list(weights) == [name for name, _ in model.named_parameters()]
     in_fp32 = {name for name, value in weights.items() if value.dtype == torch.float32}
     assert in_fp32 == {"input.features", "layer0.edge_bias", "layer1.edge_bias"}
     parameters = dict(model.named_parameters())
-    assert all(value is parameters[name] for name, value in cast_weights(model, torch.float32).items())
+    assert all(
+        value is parameters[name] for name, value in cast_weights(dict(model.named_parameters()), torch.float32).items()
+    )
 
 
 # --- Compiled dense parts.

@@ -12,6 +12,7 @@ from simulator.specs.gradients import CompressionKind, GradientCompression
 from simulator.specs.plan import (
     Exchange,
     ExchangePayload,
+    ParameterSharding,
     PartitionSpec,
     Plan,
     Recompute,
@@ -24,7 +25,12 @@ from tests.made import equal_parts, graph_of, made_cluster, made_model, three_pa
 
 FULL, CLUSTERS, ISOLATED, SAMPLED = BatchKind
 ONE_WAY: dict[str, Any] = {"exchange_overlaps": (False,), "exchange_payloads": (ExchangePayload.KEYS_AND_VALUES,)}
-ONE_CHOICE: dict[str, Any] = {"exchanges": (Exchange.HALO,), "recomputes": (Recompute.NONE,), **ONE_WAY}
+ONE_CHOICE: dict[str, Any] = {
+    "exchanges": (Exchange.HALO,),
+    "recomputes": (Recompute.NONE,),
+    "tensor_parallel_degrees": (1,),
+    **ONE_WAY,
+}
 
 
 def cut(num_parts: int) -> PartitionSpec:
@@ -306,3 +312,28 @@ def test_every_field_of_a_search_changes_the_candidates(fields):
     # What sampled batches need has no default; their effect is on the counts that `sampled` makes up here.
     without = {"batches": fields["batches"]} if len(fields) == 2 else {}
     assert plans_of(**fields) != plans_of(**without)
+
+
+# --- Ranks that share heads and columns, and parameters.
+
+
+def test_heads_are_shared_by_ranks_of_a_host_that_divide_them_on_gpus_alone():
+    # Four heads; on a host of eight GPUs, two, four or none of the ranks share them.
+    fields = {key: value for key, value in ONE_CHOICE.items() if key != "tensor_parallel_degrees"}
+    on_gpus = plans_of(devices=8, kind=DeviceKind.CUDA, num_ranks=(8,), **fields)
+    assert {(plan.tensor_parallel_degree, plan.graph_parallel_degree) for plan in on_gpus} == {(1, 8), (2, 4), (4, 2)}
+    assert {plan.num_ranks for plan in on_gpus} == {8}
+    assert {plan.tensor_parallel_degree for plan in plans_of(devices=8, num_ranks=(8,), **fields)} == {1}
+    asked = plans_of(devices=8, num_ranks=(8, 3), **{**fields, "tensor_parallel_degrees": (2, 3)})
+    assert {(plan.num_ranks, plan.tensor_parallel_degree) for plan in asked} == {(8, 2)}
+
+
+def test_parameters_are_shared_out_where_it_is_asked_for_and_several_ranks_hold_other_rows():
+    kinds = tuple(ParameterSharding)
+    plans = plans_of(num_ranks=(1, 2), **ONE_CHOICE, parameter_shardings=kinds)
+    assert [(plan.num_ranks, plan.shard_parameters) for plan in plans] == [
+        (1, ParameterSharding.NONE),
+        *((2, kind) for kind in kinds),
+    ]
+    only = plans_of(num_ranks=(2,), **ONE_CHOICE, parameter_shardings=(ParameterSharding.ZERO3,))
+    assert [plan.shard_parameters for plan in only] == [ParameterSharding.ZERO3]

@@ -6,7 +6,7 @@ import pytest
 from simulator.constraints import step_mode_of, training_violations, violations
 from simulator.specs.cluster import DeviceKind
 from simulator.specs.gradients import CompressionKind, GradientCompression
-from simulator.specs.plan import Exchange, ExchangePayload, Plan, Recompute, StepMode
+from simulator.specs.plan import Exchange, ExchangePayload, ParameterSharding, Plan, Recompute, StepMode
 from simulator.specs.train import TrainSpec
 from simulator.specs.units import Dtype
 from tests.made import (
@@ -57,7 +57,8 @@ def test_a_plan_that_can_run_has_no_violations(plan):
 
 def test_a_plan_has_no_more_ranks_than_the_cluster_has_devices():
     assert reasons(made_plan(FOUR), cluster=made_cluster(devices_per_host=3)) == [
-        "plan.num_ranks=4 must not exceed cluster.num_devices=3: lower data_parallel_degree or graph_parallel_degree"
+        "plan.num_ranks=4 must not exceed cluster.num_devices=3: lower data_parallel_degree, "
+        "graph_parallel_degree or tensor_parallel_degree"
     ]
     assert reasons(made_plan(FOUR), cluster=made_cluster(num_hosts=2, devices_per_host=2)) == []
 
@@ -134,10 +135,11 @@ TOP_K = GradientCompression(kind=CompressionKind.TOP_K, kept_ratio=0.1)
 def test_a_single_rank_has_no_gradients_to_reduce():
     alone = made_plan(FOUR, graph_parallel_degree=1, parts_per_batch=4)
     assert reasons(dataclasses.replace(alone, overlap_gradients=True)) == [
-        "overlap_gradients must be false when plan.num_ranks=1: a single rank reduces nothing"
+        "overlap_gradients must be false when data_parallel_degree and graph_parallel_degree are 1: nothing is reduced"
     ]
     assert reasons(dataclasses.replace(alone, gradient_compression=TOP_K)) == [
-        "gradient_compression must be none when plan.num_ranks=1, got top-k of 10 %: a single rank sends nothing"
+        "gradient_compression must be none when data_parallel_degree and graph_parallel_degree are 1, got top-k of "
+        "10 %: nothing is sent"
     ]
     assert reasons(made_plan(FOUR, overlap_gradients=True, gradient_compression=TOP_K)) == []
 
@@ -349,3 +351,78 @@ def test_a_hierarchical_exchange_has_the_full_graph_and_no_chunks():
         "plan.parts_per_batch=2 must be all 3 parts with hierarchical_halo: what a host needs depends on the parts "
         "that meet there; use halo"
     )
+
+
+# --- Ranks that share heads and columns, and parameters.
+
+
+def test_a_number_of_tensor_ranks_that_shares_heads_unevenly_is_refused_with_those_that_work():
+    model = dataclasses.replace(made_model(), num_heads=8, width=16, feed_forward_width=36)
+    plan = made_plan(FOUR, tensor_parallel_degree=3)
+    cluster = made_cluster(devices_per_host=12)
+    assert violations(plan, graph_of(FOUR), model, cluster) == [
+        "tensor_parallel_degree = 3 must divide num_heads = 8, which the ranks share evenly: use 1, 2 or 4"
+    ]
+    eight = dataclasses.replace(plan, tensor_parallel_degree=8)
+    assert violations(eight, graph_of(FOUR), model, made_cluster(devices_per_host=32)) == [
+        "tensor_parallel_degree = 8 must divide feed_forward_width = 36, which the ranks share evenly: use 1, 2 or 4"
+    ]
+    assert violations(dataclasses.replace(plan, tensor_parallel_degree=2), graph_of(FOUR), model, cluster) == []
+
+
+def test_heads_that_travel_are_those_of_a_tensor_rank():
+    heads = (Exchange.HEAD_ALL_TO_ALL,) * 2
+    plan = made_plan(FOUR, exchange=heads, overlap_gradients=True)
+    model = dataclasses.replace(made_model(), num_heads=4)
+    cluster = made_cluster(devices_per_host=8)
+    assert violations(plan, graph_of(FOUR), model, cluster) == []
+    (sentence,) = violations(dataclasses.replace(plan, tensor_parallel_degree=2), graph_of(FOUR), model, cluster)
+    assert "leaves ranks without heads (graph_parallel_degree = 4, num_heads = 2)" in sentence
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        (
+            {"overlap_gradients": True},
+            "overlap_gradients must be false when shard_parameters is zero3: gradients are summed layer by "
+            "layer anyway",
+        ),
+        (
+            {"gradient_compression": TOP_K},
+            "gradient_compression must be none when shard_parameters is zero3, got top-k of 10 %: each rank gets "
+            "the sum of its share",
+        ),
+    ],
+)
+def test_what_has_no_effect_on_parameters_that_are_shared_out_is_refused(fields, sentence):
+    assert reasons(made_plan(FOUR, shard_parameters=ParameterSharding.ZERO3, **fields)) == [sentence]
+    assert reasons(made_plan(FOUR, shard_parameters=ParameterSharding.ZERO3)) == []
+
+
+def test_a_rank_alone_shares_no_parameters_out():
+    alone = made_plan(FOUR, graph_parallel_degree=1, parts_per_batch=4, shard_parameters=ParameterSharding.ZERO2)
+    assert reasons(alone) == [
+        "shard_parameters must be none when data_parallel_degree and graph_parallel_degree are 1, got zero2: there "
+        "is no rank to share with"
+    ]
+
+
+def test_ranks_that_share_parameters_out_divide_the_width():
+    plan = made_plan(FOUR, shard_parameters=ParameterSharding.ZERO2)
+    model = dataclasses.replace(made_model(), width=18, num_heads=2)
+    assert violations(plan, graph_of(FOUR), model, made_cluster(devices_per_host=4)) == [
+        "data_parallel_degree * graph_parallel_degree = 4 must divide model.width=18 when shard_parameters is zero2: "
+        "ranks share columns evenly; use another number of ranks, or none"
+    ]
+
+
+def test_dense_parts_are_not_compiled_where_ranks_share_them():
+    train = TrainSpec(num_steps=1, learning_rate=0.1, compile_dense=True)
+    cluster = made_cluster(kind=DeviceKind.CUDA)
+    for fields, name in (
+        ({"tensor_parallel_degree": 2}, "plan.tensor_parallel_degree=2"),
+        ({"shard_parameters": ParameterSharding.ZERO3}, "shard_parameters is zero3"),
+    ):
+        (sentence,) = training_violations(made_plan(FOUR, **fields), train, cluster)
+        assert sentence.startswith(f"train.compile_dense must be false when {name}")

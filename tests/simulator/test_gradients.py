@@ -285,3 +285,9 @@ def test_what_travels_is_never_nothing_and_factors_are_smaller(how):
         assert num_bytes > 0
         if how.kind is CompressionKind.POWER_SGD:
             assert num_bytes <= 4 * (bucket.num_elements + bucket.is_last)
+
+
+def test_a_bias_behind_a_sum_has_its_gradient_from_an_operation_of_its_own():
+    operations = {"layer0.attention_output", "layer0.attention_output_bias"}
+    assert gradient_operations("layer0.attention_output.bias", operations) == {"layer0.attention_output_bias"}
+    assert gradient_operations("layer0.attention_output.weight", operations) == {"layer0.attention_output"}

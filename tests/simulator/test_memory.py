@@ -10,7 +10,7 @@ from simulator.memory import RankMemory, misfit, peak_memory, total_bytes
 from simulator.specs.cluster import DeviceKind
 from simulator.specs.gradients import CompressionKind, GradientCompression
 from simulator.specs.model import EdgeBias, ModelSpec
-from simulator.specs.plan import Exchange, ExchangePayload, PartitionSpec, Plan, Recompute
+from simulator.specs.plan import Exchange, ExchangePayload, ParameterSharding, PartitionSpec, Plan, Recompute
 from simulator.specs.units import GIB, Dtype
 from simulator.workload import num_parameters, rank_work
 from tests.made import (
@@ -472,3 +472,36 @@ def test_a_hierarchical_exchange_keeps_what_came_first_until_it_was_passed_on():
     flat = dataclasses.replace(plan, exchange=(Exchange.HALO,) * 2)
     for name in ("activations", "workspace"):
         assert [memory[name] for memory in memory_of(plan)] == [memory[name] for memory in memory_of(flat)]
+
+
+def test_ranks_that_share_heads_and_columns_hold_their_share_of_parameters_and_activations():
+    model = made_model(width=4, num_heads=2, num_layers=1, feed_forward_width=8)
+    plan, shared = (made_plan(one_part(), num_layers=1, tensor_parallel_degree=degree) for degree in (1, 2))
+    (alone,), (first, second) = (memory_of(each, model, num_features=3) for each in (plan, shared))
+    assert first == second
+    # Of three weights and a bias half, of the fourth weight, whose bias is whole, too.
+    split = 4 * 12 + 4 * 4 + (4 * 8 + 8) + 8 * 4
+    assert alone["parameters"] - first["parameters"] == 4 * split // 2
+    assert alone["optimizer"] - first["optimizer"] == 8 * split // 2
+    # Of 1000 rows in fp32: half of the output of attention, of queries, keys and values, of the feed-forward layer's
+    # 8 columns before and behind its activation; and of a number for each of both heads.
+    assert alone["activations"] - first["activations"] == 1000 * 4 * (2 + 3 * 2 + 2 * 4 + 1)
+
+
+def test_shared_out_parameters_take_a_share_and_what_is_whole_for_a_while_by_hand():
+    model = made_model(width=4, num_heads=2, num_layers=3, feed_forward_width=8)
+    graph_rows = equal_parts(2, num_nodes=2000, num_edges=8000, halo_rows=20)
+    kinds = (ParameterSharding.NONE, ParameterSharding.ZERO2, ParameterSharding.ZERO3)
+    none, zero2, zero3 = (
+        memory_of(made_plan(graph_rows, num_layers=3, shard_parameters=kind), model, num_features=3)[0]
+        for kind in kinds
+    )
+    layer = (4 + 4) + 4 * 12 + (4 * 4 + 4) + (4 + 4) + (4 * 8 + 8) + (8 * 4 + 4)
+    # Five classes are six when each of two ranks sends as much.
+    rest, padded_rest = (3 * 4 + 4) + (4 + 4) + (4 * 5 + 5), (4 * 4) + (4 + 4) + (4 * 6 + 6)
+    assert none["parameters"] == 4 * (3 * layer + rest)
+    share = 3 * layer // 2 + padded_rest // 2
+    assert zero2["optimizer"] == zero3["optimizer"] == 8 * share
+    assert zero2["parameters"] == 4 * (share + padded_rest + 3 * layer)
+    assert zero3["parameters"] == 4 * (share + padded_rest + 2 * layer)
+    assert zero2["gradients"] == zero3["gradients"] == 4 * (share + padded_rest + 2 * layer)

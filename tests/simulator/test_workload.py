@@ -8,15 +8,24 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from simulator.constraints import has_ranks_without_heads
+from simulator.constraints import has_ranks_without_heads, tensor_degree_fits
 from simulator.costs import task_flops
 from simulator.gradients import gradient_buckets
+from simulator.meetings import find_meetings
 from simulator.specs.cluster import DeviceKind
 from simulator.specs.gradients import GradientCompression
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import EdgeBias, ModelSpec
-from simulator.specs.plan import Exchange, Plan, Recompute, batch_parts, seed_ranges
-from simulator.specs.program import SHAPE_FIELDS, Phase, Stream, Task, TaskKind, task_name
+from simulator.specs.plan import (
+    Exchange,
+    ExchangePayload,
+    ParameterSharding,
+    Plan,
+    Recompute,
+    batch_parts,
+    seed_ranges,
+)
+from simulator.specs.program import SHAPE_FIELDS, Phase, Program, Stream, Task, TaskKind, task_name
 from simulator.specs.units import Dtype
 from simulator.workload import (
     lower,
@@ -64,6 +73,18 @@ def plans_and_models(draw: st.DrawFn) -> tuple[Plan, ModelSpec]:
 
 
 @st.composite
+def shared_plans_and_models(draw: st.DrawFn) -> tuple[Plan, ModelSpec]:
+    """Draw a plan and a model whose heads ranks may share, and parameters too."""
+    plan, model = draw(plans_and_models())
+    degrees = [degree for degree in (1, 2, 3) if tensor_degree_fits(degree, model)]
+    if Exchange.HIERARCHICAL_HALO not in plan.exchange:
+        plan = dataclasses.replace(plan, tensor_parallel_degree=draw(st.sampled_from(degrees)))
+    if plan.num_row_ranks > 1 and not plan.overlap_gradients:
+        plan = dataclasses.replace(plan, shard_parameters=draw(st.sampled_from(ParameterSharding)))
+    return plan, model
+
+
+@st.composite
 def full_graph_plans(draw: st.DrawFn) -> tuple[Plan, ModelSpec]:
     """Draw a plan whose ranks share the whole graph, and a model."""
     partition = draw(partitions())
@@ -82,7 +103,7 @@ def full_graph_plans(draw: st.DrawFn) -> tuple[Plan, ModelSpec]:
 # --- Replicas.
 
 
-@given(plans_and_models(), st.integers(0, 3))
+@given(shared_plans_and_models(), st.integers(0, 3))
 def test_ranks_that_hold_the_same_share_the_tasks_that_each_would_have_alone(drawn, step):
     plan, model = drawn
     works = rank_work(plan, step=step, seed=0)
@@ -369,7 +390,7 @@ def test_every_program_is_well_formed(drawn, cluster):
         assert (tasks[0].name == "batch") == (not plan.is_full_graph and not plan.keep_batches)
 
 
-@given(plans_and_models(), st.integers(0, 20))
+@given(shared_plans_and_models(), st.integers(0, 20))
 def test_all_ranks_meet_in_the_same_collectives_in_one_order(drawn, step):
     # Also ranks without nodes, and replicas without a batch.
     plan, model = drawn
@@ -386,6 +407,7 @@ def test_all_ranks_meet_in_the_same_collectives_in_one_order(drawn, step):
         # A rank alone on its host passes no rows on within it.
         of_all, of_first = ([name for name, _, _ in names[each] if ".host_" not in name] for each in (rank, 0))
         assert of_all == of_first
+    assert sum(len(meeting.ranks) for meeting in find_meetings(Program(tasks=tasks).shared)) == sum(map(len, names))
 
 
 def test_the_seed_orders_the_batches_of_an_epoch():
@@ -610,3 +632,109 @@ def test_parameters_have_names_of_their_own_and_add_up(model, is_sparse):
     shapes = parameter_shapes(graph, model)
     assert len(dict(shapes)) == len(shapes)
     assert sum(math.prod(shape) for _, shape in shapes) == num_parameters(graph, model)
+
+
+# --- Ranks that share heads and columns, and parameters.
+
+
+def test_a_program_of_ranks_that_share_heads_and_columns_by_hand():
+    # Two graph ranks of two tensor ranks, numbered (0, 1) and (2, 3); each has one head of 4 and 6 hidden columns.
+    partition = made_partition([made_part(10, [5, 7], [0, 3]), made_part(20, [9, 2], [4, 0])])
+    model = made_model(width=8, num_heads=2, num_layers=1, feed_forward_width=12)
+    plan = made_plan(partition, num_layers=1, tensor_parallel_degree=2)
+    tasks = lower(plan, graph_of(partition, num_features=6, num_classes=5), model, CPU).tasks[2]
+    rows_bytes = 20 * 8 * 4
+    layer = [
+        ("layer0.attention_norm", TaskKind.LAYER_NORM, (20, 8)),
+        ("layer0.query_key_value", TaskKind.PROJECTION, (20, 8, 12)),
+        ("layer0.pack", TaskKind.HALO_PACK, (20, 3, 8)),
+        ("layer0.exchange", TaskKind.ALL_TO_ALL, (3 * 8 * 4, 0)),
+        ("layer0.attention", TaskKind.ATTENTION, (20, 24, 11, 0, 0, 1, 4)),
+        ("layer0.attention_output", TaskKind.PROJECTION, (20, 4, 8)),
+        ("layer0.attention_output.reduce", TaskKind.ALL_REDUCE, (rows_bytes,)),
+        ("layer0.attention_output_bias", TaskKind.BIAS, (20, 8)),
+        ("layer0.attention_residual", TaskKind.RESIDUAL, (20, 8)),
+        ("layer0.feed_forward_norm", TaskKind.LAYER_NORM, (20, 8)),
+        ("layer0.feed_forward_up", TaskKind.LINEAR, (20, 8, 6)),
+        ("layer0.feed_forward_activation", TaskKind.GELU, (20, 6)),
+        ("layer0.feed_forward_down", TaskKind.PROJECTION, (20, 6, 8)),
+        ("layer0.feed_forward_down.reduce", TaskKind.ALL_REDUCE, (rows_bytes,)),
+        ("layer0.feed_forward_down_bias", TaskKind.BIAS, (20, 8)),
+        ("layer0.feed_forward_residual", TaskKind.RESIDUAL, (20, 8)),
+    ]
+    of_layer = [task for task in tasks if task.name.startswith("layer0")]
+    forward = [task for task in of_layer if task.phase is Phase.FORWARD]
+    assert [(task.name, task.kind, task.shape) for task in forward] == layer
+    groups = {task.name: task.group for task in tasks if task.kind.is_collective}
+    assert groups == {
+        "layer0.exchange": (0, 2),
+        "layer0.attention_output.reduce": (2, 3),
+        "layer0.feed_forward_down.reduce": (2, 3),
+        "layer0.feed_forward_up.reduce.backward": (2, 3),
+        "layer0.query_key_value.reduce.backward": (2, 3),
+        "layer0.exchange.backward": (0, 2),
+        "gradients.bucket0": (0, 2),
+        "clip.reduce": (2, 3),
+    }
+    backward = [task.name for task in of_layer if task.phase is Phase.BACKWARD]
+    assert backward[-3:] == [
+        "layer0.query_key_value.backward",
+        "layer0.query_key_value.reduce.backward",
+        "layer0.attention_norm.backward",
+    ]
+
+
+@given(plans_and_models(), st.sampled_from([2, 3]))
+def test_ranks_that_share_heads_and_columns_share_the_work_of_layers(drawn, degree):
+    plan, model = drawn
+    assume(tensor_degree_fits(degree, model) and Exchange.HIERARCHICAL_HALO not in plan.exchange)
+    plan = dataclasses.replace(plan, exchange_payload=ExchangePayload.KEYS_AND_VALUES)
+    alone, shared = (dataclasses.replace(plan, tensor_parallel_degree=count) for count in (1, degree))
+
+    def flops(plan: Plan) -> float:
+        tasks = flatten(tasks_of(plan, model))
+        return flops_of(task for task in tasks if task.name.startswith("layer"))
+
+    assert flops(shared) == pytest.approx(flops(alone), rel=1e-12)
+
+
+def test_a_program_of_parameters_that_are_shared_out_by_hand():
+    plan = made_plan(
+        equal_parts(2, num_nodes=40, num_edges=100, halo_rows=5),
+        num_layers=2,
+        shard_parameters=ParameterSharding.ZERO3,
+    )
+    model = made_model(width=8, num_heads=2, num_layers=2, feed_forward_width=12)
+    graph = graph_of(plan.partition, num_features=6, num_classes=5)
+    tasks = lower(plan, graph, model, GPU).tasks[1]
+    names = [task.name for task in tasks if task.name.startswith(("parameters", "gradients", "clip", "optimizer"))]
+    assert names == [
+        *(f"parameters.{unit}{end}" for unit in ("rest", "layer0", "layer1") for end in (".pack", "", ".unpack")),
+        *("parameters.layer1.pack.backward", "parameters.layer1.backward", "parameters.layer1.unpack.backward"),
+        *("parameters.layer0.pack.backward", "parameters.layer0.backward"),
+        *("gradients.layer1.pack", "gradients.layer1"),
+        "parameters.layer0.unpack.backward",
+        *("gradients.layer0.pack", "gradients.layer0", "gradients.rest.pack", "gradients.rest", "gradients.loss"),
+        *("clip.norm", "clip.reduce", "clip", "optimizer"),
+    ]
+    # All sizes but that of the head's five classes are even; of five rows and numbers rank 0 has three, rank 1 two.
+    layer = 2 * (8 + 8) + 24 * 8 + (8 * 8 + 8) + (12 * 8 + 12) + (8 * 12 + 8)
+    shape = {task.name: task.shape for task in tasks}
+    assert shape["parameters.layer0"] == (4 * layer // 2,)
+    assert shape["gradients.layer0"] == (4 * layer,)
+    sent = (6 * 8 + 8) // 2 + (8 + 8) // 2 + 3 * 8 + 3
+    assert shape["parameters.rest.unpack"] == (2, sent)
+    assert shape["optimizer"] == (layer + sent - 8 - 1, len(parameter_shapes(graph, model)))
+    by_name = {task.name: index for index, task in enumerate(tasks)}
+    # A layer is gathered while the one before it computes: it waits for no task of it.
+    assert tasks[by_name["parameters.layer1.pack"]].waits_for == ()
+    assert by_name["parameters.layer1"] in tasks[by_name["parameters.layer1.unpack"]].waits_for
+    assert by_name["gradients.rest"] in tasks[by_name["clip.norm"]].waits_for
+
+
+def test_parameters_that_are_kept_for_the_backward_pass_are_gathered_once():
+    partition = equal_parts(2, num_nodes=40, num_edges=100, halo_rows=5)
+    plan = made_plan(partition, num_layers=3, shard_parameters=ParameterSharding.ZERO2)
+    tasks = tasks_of(plan, made_model(num_layers=3))[0]
+    gathers = [task for task in tasks if task.kind is TaskKind.ALL_GATHER and task.name.startswith("parameters")]
+    assert [task.phase for task in gathers] == [Phase.FORWARD] * 4
