@@ -16,6 +16,7 @@ from executor.loader import BatchLoader, Making
 from executor.mesh import Place
 from executor.sampling.neighbourhood import Neighbourhood, NeighbourhoodSampler
 from simulator.exchanges import rows_per_message
+from simulator.shares import rank_of_nodes
 from simulator.specs.model import EdgeBias, ModelSpec
 from simulator.specs.plan import Exchange, Plan, batch_parts, seed_ranges
 from simulator.workload import RankWork, of_all_ranks, owned_parts, work_of_sample
@@ -134,6 +135,7 @@ class Batches:
         return batches[self._place.replica], max(num_train_rows, 1)
 
     def _of_parts(self, parts: tuple[int, ...], num_train_rows: int) -> RankData:
+        shares = self._plan.partition.shares
         owner_of_part = np.full(self._plan.partition.num_parts, -1, np.int64)
         for graph_rank in range(self._plan.graph_parallel_degree):
             owner_of_part[list(owned_parts(self._plan, parts, graph_rank))] = graph_rank
@@ -148,6 +150,7 @@ class Batches:
             overlaps=self._plan.overlap_exchange,
             for_one_step=self._plan.loads_batches,
             ranks_per_host=self._plan.ranks_per_host,
+            part_ranks=None if shares is None else shares.part_ranks,
         )
 
     def _rank_data(
@@ -163,11 +166,13 @@ class Batches:
         overlaps: bool = False,
         for_one_step: bool = False,
         ranks_per_host: int | None = None,
+        part_ranks: tuple[int, ...] | None = None,
     ) -> RankData:
+        part_N = self._inputs.part_N
         return build_rank_data(
             self._inputs.graph,
             self._inputs.encodings,
-            owner_of_part[self._inputs.part_N],
+            owner_of_part[part_N] if part_ranks is None else rank_of_nodes(part_N, part_ranks),
             order_N=self._inputs.order_N,
             graph_rank=graph_rank,
             num_ranks=num_ranks,
@@ -184,6 +189,8 @@ class Batches:
             for_one_step=for_one_step,
             ranks_per_host=ranks_per_host,
             host_group=self._place.host_group,
+            part_ranks=part_ranks,
+            part_group=self._place.part_group,
         )
 
     def _rows_per_message(self, exchange: Exchange, num_ranks: int) -> int | None:

@@ -14,6 +14,7 @@ from executor.exchange import ExchangeLayout
 from executor.hosts import HostLayouts
 from executor.mesh import Place
 from executor.operations import SparseFeatures
+from executor.served import PartLayout
 from executor.topology import EdgeHalves
 from simulator.exchange_tasks import EdgeCounts, GroupWork
 from simulator.exchanges import rows_per_message
@@ -65,6 +66,7 @@ def counted_data(
         mask_rows={},
         layers=tuple(_layer(counts, has_buckets=has_buckets) for counts in work.sampled),
         hosts=_hosts(work, place),
+        part=_part(group, place),
     )
 
 
@@ -128,7 +130,8 @@ def _edges_of(exchange: Exchange, group: GroupWork) -> EdgeGraph:
         case Exchange.NONE:
             return _edge_graph(group.num_rows, group.num_rows, group.edges)
         case Exchange.HALO | Exchange.HIERARCHICAL_HALO:
-            return _edge_graph(group.num_rows, group.num_rows + group.num_remote_rows(exchange), group.edges)
+            targets = group.num_rows if group.served is None else group.served.num_rows
+            return _edge_graph(targets, group.num_rows + group.num_remote_rows(exchange), group.edges)
         case Exchange.ALL_GATHER:
             return _edge_graph(group.num_rows, group.num_remote_rows(exchange), group.edges)
         case Exchange.HEAD_ALL_TO_ALL:
@@ -152,6 +155,14 @@ def _edge_graph(num_targets: int, num_sources: int, edges: EdgeCounts) -> EdgeGr
     )
     found.__dict__["num_edges_of_long_rows"] = (edges.num_of_long_targets, edges.num_of_long_sources)
     return found
+
+
+def _part(group: GroupWork, place: Place) -> PartLayout | None:
+    """Return the part that a rank serves, where parts may have several."""
+    served = group.served
+    if served is None:
+        return None
+    return PartLayout(part_ranks=served.part_ranks, ranks=served.ranks, group=place.part_group)
 
 
 def _hosts(work: RankWork, place: Place) -> HostLayouts | None:

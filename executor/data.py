@@ -15,8 +15,10 @@ from executor.exchange import ExchangeLayout
 from executor.hosts import HostLayouts, host_halo, host_layouts
 from executor.operations import SparseFeatures
 from executor.sampling.neighbourhood import Neighbourhood
+from executor.served import PartLayout
 from executor.topology import EdgeHalves, Topology, by_message, on_device
 from simulator.readers.graphs import Graph
+from simulator.shares import mates_of
 from simulator.specs.model import NUM_DEGREE_BUCKETS
 from simulator.specs.plan import ROW_EXCHANGES, Exchange
 
@@ -73,6 +75,8 @@ class RankData:
         layers: of sampled neighbourhoods, what each layer attends to; then `edges` and `degree_bucket_E` are empty,
             `node_N` and features those of the first layer's rows, labels those of the last one's. Else empty.
         hosts: what a hierarchical exchange sends and receives; None without one.
+        part: where parts may have several ranks, that of this rank; then `edges` are those into all rows of the part,
+            own ones first. None for one rank a part.
     """
 
     dtype: torch.dtype
@@ -92,6 +96,7 @@ class RankData:
     group_degree_bucket_E: Tensor | None = None
     graph_rank: int = 0
     hosts: HostLayouts | None = None
+    part: PartLayout | None = None
 
     def attended(self, layer: int, exchange: Exchange) -> tuple[EdgeGraph, Tensor | None]:
         """Return the edges into own rows that a layer attends along under an exchange, and their degree buckets."""
@@ -135,7 +140,8 @@ class LocalEdges:
 
     Attributes:
         node_N: global ids of the own rows, in the plan's order.
-        indptr_N1, source_global_E: edges into the own rows from nodes of the batch, those of a row as in the graph.
+        indptr_N1, source_global_E: edges into the own rows from nodes of the batch, those of a row as in the graph;
+            where several ranks serve a part, into its rows: own ones, then those of each other rank.
         halo_M: global ids of the halo, by message, then by owner, then in the plan's order.
         rows_from: halo rows by owner.
         send_row_S: own rows that the others need, by message, then by receiver, then ascending.
@@ -164,6 +170,7 @@ def local_edges(
     order_N: np.ndarray | None = None,
     inside_N: np.ndarray | None = None,
     rows_per_message: int | None = None,
+    part_ranks: tuple[int, ...] | None = None,
 ) -> LocalEdges:
     """Return what one rank of a graph group holds of a batch.
 
@@ -172,19 +179,27 @@ def local_edges(
         order_N: all nodes in the plan's order; None for the natural one.
         inside_N: part of each node, for a lone rank, where edges between parts are dropped; None where they are kept.
         rows_per_message: the most halo rows from one rank to another in one message; None for all.
+        part_ranks: ranks that serve each part, to whose halo belong the rows of the part that others own; None for one
+            each.
     """
     assert inside_N is None or num_ranks == 1, num_ranks
     place_N = _places(order_N, graph.num_nodes)
     rows_by_rank = _nodes_by_rank(owner_N, num_ranks, order_N)
     node_N = rows_by_rank[graph_rank]
-    indptr_N1, source_E = _edges_into(graph, node_N, owner_N, inside_N)
-    halo = _distinct(source_E[owner_N[source_E] != graph_rank], graph.num_nodes)
+    target_N = served_rows(rows_by_rank, part_ranks, graph_rank)
+    indptr_N1, source_E = _edges_into(graph, target_N, owner_N, inside_N)
+    attended = source_E if part_ranks is None else np.concatenate([source_E, target_N])
+    halo = _distinct(attended[owner_N[attended] != graph_rank], graph.num_nodes)
     halo_M = halo[np.lexsort((place_N[halo], owner_N[halo]))]
     rows_from = np.bincount(owner_N[halo_M], minlength=num_ranks)
     send_rows, max_pair_rows = [np.zeros(0, np.int64)] * num_ranks, int(rows_from.max())
     for rank in range(num_ranks):
         if rank != graph_rank:
-            needed = _nodes_needed_by(graph, rows_by_rank[rank], owner_N, rank)
+            needed = _nodes_needed_by(graph, served_rows(rows_by_rank, part_ranks, rank), owner_N, rank)
+            if part_ranks is not None:
+                needed = _distinct(
+                    np.concatenate([needed, *_of_mates(rows_by_rank, part_ranks, rank)]), graph.num_nodes
+                )
             max_pair_rows = max(max_pair_rows, *np.bincount(owner_N[needed], minlength=num_ranks).tolist())
             mine = needed[owner_N[needed] == graph_rank]
             send_rows[rank] = np.searchsorted(place_N[node_N], np.sort(place_N[mine]))
@@ -200,6 +215,18 @@ def local_edges(
         max_rows=max(len(rows) for rows in rows_by_rank),
         max_pair_rows=max_pair_rows,
     )
+
+
+def served_rows(rows_by_rank: list[np.ndarray], part_ranks: tuple[int, ...] | None, rank: int) -> np.ndarray:
+    """Return the nodes for which a rank attends: its own, then those of each other rank that serves its part."""
+    if part_ranks is None:
+        return rows_by_rank[rank]
+    return np.concatenate([rows_by_rank[rank], *_of_mates(rows_by_rank, part_ranks, rank)])
+
+
+def _of_mates(rows_by_rank: list[np.ndarray], part_ranks: tuple[int, ...], rank: int) -> list[np.ndarray]:
+    """Return the nodes of each other rank that serves a rank's part."""
+    return [rows_by_rank[mate] for mate in mates_of(part_ranks, rank) if mate != rank]
 
 
 def _nodes_by_rank(owner_N: np.ndarray, num_ranks: int, order_N: np.ndarray | None) -> list[np.ndarray]:
@@ -281,6 +308,8 @@ def build_rank_data(
     for_one_step: bool = False,
     ranks_per_host: int | None = None,
     host_group: torch.distributed.ProcessGroup | None = None,
+    part_ranks: tuple[int, ...] | None = None,
+    part_group: torch.distributed.ProcessGroup | None = None,
 ) -> RankData:
     """Return one rank's tensors of a batch on its device.
 
@@ -296,6 +325,8 @@ def build_rank_data(
         for_one_step: whether the batch is made for one step: then nothing is made that only many steps pay for.
         ranks_per_host: for a hierarchical exchange, on the full graph; None without one.
         host_group: ranks of the own host.
+        part_ranks: ranks that serve each part, where some have several; None for one each.
+        part_group: ranks that serve the own part; None where it is this rank alone.
     """
     if overlaps:
         order_N = _boundary_last(graph, owner_N, order_N)
@@ -307,6 +338,7 @@ def build_rank_data(
         order_N=order_N,
         inside_N=inside_N,
         rows_per_message=rows_per_message,
+        part_ranks=part_ranks,
     )
     rows_by_rank = _nodes_by_rank(owner_N, num_ranks, order_N)
     halved = ROW_EXCHANGES & exchanges if overlaps else frozenset[Exchange]()
@@ -365,6 +397,9 @@ def build_rank_data(
         train_label_T=on_device(labels_N[train_row_T], device),
         num_train_rows_of_step=num_train_rows_of_step,
         mask_rows={name: on_device(np.flatnonzero(mask[local.node_N]), device) for name, mask in masks.items()},
+        part=None
+        if part_ranks is None
+        else PartLayout(part_ranks=part_ranks, ranks=mates_of(part_ranks, graph_rank), group=part_group),
         hosts=None
         if hosts is None
         else host_layouts(

@@ -17,6 +17,7 @@ from executor.heads import HeadExchange, heads_to_nodes, nodes_to_heads
 from executor.overlap import Overlap, attend_overlapped
 from executor.position import Position
 from executor.record import Recorder
+from executor.served import PartLayout, ServedExchange, heads_to_rows, rows_to_heads
 from simulator.specs.plan import Exchange
 
 
@@ -92,6 +93,27 @@ class LayerAttention:
             # Nothing to attend with: the exchange back sends nothing. All parameters still get a gradient, of zeros.
             out_GD = q_GD if table_BH is None else q_GD + table_BH[:, :0].sum()
         return heads_to_nodes(out_GD, exchange)
+
+    def of_served_part(self, q_ND: Tensor, kv_N2D: Tensor, part: PartLayout) -> Tensor:
+        """Return attention of own heads over the edges of the part that this rank serves, brought back to own rows."""
+        exchange = ServedExchange(
+            layout=self.data.layout,
+            part=part,
+            recorder=self.recorder,
+            layer=self.layer,
+            graph_rank=self.data.graph_rank,
+            num_heads=self.num_heads,
+            head_size=q_ND.shape[1] // self.num_heads,
+            dtype=q_ND.dtype,
+        )
+        q_PD, kv_M2D = rows_to_heads(q_ND, kv_N2D, exchange)
+        edges, bucket_E = self.data.attended(self.index, self.exchange)
+        table_BH = self.weights.get("edge_bias")
+        bias_EH = self._bias("", None if table_BH is None else table_BH[:, exchange.own_heads], bucket_E)
+        out_PD = self.recorder.run(
+            f"{self.layer}.attention", operations.ATTENTION, q_PD, kv_M2D, bias_EH, edges, exchange.num_own_heads
+        )
+        return heads_to_rows(out_PD, exchange)
 
     def _attend(self, q_ND: Tensor, kv_M2D: Tensor) -> Tensor:
         edges, bucket_E = self.data.attended(self.index, self.exchange)

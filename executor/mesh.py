@@ -37,6 +37,7 @@ class Place:
         world: process group of all ranks of the plan; None when that is this rank alone.
         cores: on which this rank runs; None where it may run on any.
         host_group: process group of the ranks of this host, for hierarchical exchanges; None where none was asked for.
+        part_group: process group of the ranks that serve this rank's part with it; None when that is this rank alone.
         tensor_rank: position on the axis "tp".
         tensor_group: process group of the ranks with the same rows and other heads and columns; None when that is this
             rank alone.
@@ -56,6 +57,7 @@ class Place:
     device: torch.device
     cores: Sequence[int] | None = None
     host_group: dist.ProcessGroup | None = None
+    part_group: dist.ProcessGroup | None = None
     tensor_rank: int = 0
     tensor_group: dist.ProcessGroup | None = None
     row_rank: int = 0
@@ -90,6 +92,7 @@ def mesh_choices(plan: Plan) -> dict[str, Any]:
         "tensor_parallel_degree": plan.tensor_parallel_degree,
         "shards_parameters": plan.shares_out,
         "ranks_per_host": plan.ranks_per_host,
+        "part_groups": plan.part_groups,
     }
 
 
@@ -108,6 +111,7 @@ def joined_mesh(
     cpu_affinity: bool = True,
     ranks_per_host: int | None = None,
     backend: str | None = None,
+    part_groups: Sequence[tuple[int, ...]] = (),
 ) -> Iterator[Place]:
     """Make the process groups of a mesh, and end them afterwards; several may follow in one process.
 
@@ -118,6 +122,7 @@ def joined_mesh(
         ranks_per_host: make a group of the ranks of each host too, rank r on host `r // ranks_per_host`; None for none.
         backend: of the process groups; None for that of the devices.
         shards_parameters: make the mesh over which parameters are shared out.
+        part_groups: ranks that serve a part together; a group of each is made.
     """
     device = device_of(kind, local_rank)
     shape = MeshShape(dp=data_parallel_degree, gp=graph_parallel_degree, tp=tensor_parallel_degree)
@@ -142,6 +147,7 @@ def joined_mesh(
             row_mesh = _row_mesh(mesh, shape) if shape.tp > 1 or shards_parameters else None
             gradient_group = world if shape.tp == 1 else None if row_mesh is None else row_mesh.get_group()
             host_group = _host_group(rank, num_ranks, ranks_per_host)
+            part_group = _part_group(rank, part_groups)
             place = Place(
                 rank=rank,
                 num_ranks=num_ranks,
@@ -152,6 +158,7 @@ def joined_mesh(
                 device=device,
                 cores=cores,
                 host_group=host_group,
+                part_group=part_group,
                 tensor_rank=mesh.get_local_rank("tp"),
                 tensor_group=mesh.get_group("tp") if shape.tp > 1 else None,
                 row_rank=shape.place_in(ROW_AXES, rank),
@@ -159,7 +166,7 @@ def joined_mesh(
                 tensor_mesh=mesh["tp"] if shape.tp > 1 else None,
                 row_mesh=row_mesh,
             )
-            for group in (world, *mesh.get_all_groups(), place.graph_group, gradient_group, host_group):
+            for group in (world, *mesh.get_all_groups(), place.graph_group, gradient_group, host_group, part_group):
                 if group is not None:
                     set_timeout(group, datetime.timedelta(seconds=timeout_seconds))
             yield place
@@ -191,6 +198,12 @@ def _host_group(rank: int, num_ranks: int, ranks_per_host: int | None) -> dist.P
     members = [range(num_ranks)[first : first + ranks_per_host] for first in range(0, num_ranks, ranks_per_host)]
     groups: list[dist.ProcessGroup] = [dist.new_group(list(ranks)) for ranks in members]
     return groups[rank // ranks_per_host]
+
+
+def _part_group(rank: int, part_groups: Sequence[tuple[int, ...]]) -> dist.ProcessGroup | None:
+    """Return the group of the ranks that serve a rank's part; every rank makes the groups of all parts."""
+    groups: list[dist.ProcessGroup] = [dist.new_group(list(ranks)) for ranks in part_groups]
+    return next((group for group, ranks in zip(groups, part_groups, strict=True) if rank in ranks), None)
 
 
 @contextmanager

@@ -202,6 +202,8 @@ class GraphTransformer(nn.Module):
             return h_ND, settings.attend(weights, q_ND, kv_N2D)
         if exchange is Exchange.HEAD_ALL_TO_ALL:
             return h_ND, attention.by_heads(q_ND, kv_N2D)
+        if data.part is not None:
+            return h_ND, attention.of_served_part(q_ND, kv_N2D, data.part)
         return h_ND, attention.in_turn(q_ND, kv_N2D)
 
     def _weights_of(self, settings: ForwardSettings, module: str) -> Weights:

@@ -7,7 +7,7 @@ from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.gradients import CompressionKind
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import ModelSpec
-from simulator.specs.plan import ROW_EXCHANGES, Exchange, ExchangePayload, Plan, StepMode
+from simulator.specs.plan import ROW_EXCHANGES, Exchange, ExchangePayload, Plan, Recompute, StepMode
 from simulator.specs.train import TrainSpec
 from simulator.workload import rank_parameter_shapes
 
@@ -31,6 +31,7 @@ def violations(plan: Plan, graph: GraphSpec, model: ModelSpec, cluster: ClusterS
         *_layer_violations(plan, model),
         *_exchange_violations(plan, model),
         *_host_violations(plan, cluster),
+        *_share_violations(plan, model),
         *_link_violations(plan, cluster),
         *_step_violations(plan, cluster),
         *_gradient_violations(plan, graph, model),
@@ -131,7 +132,8 @@ def _sharing_violations(plan: Plan, model: ModelSpec) -> list[str]:
 
 def _batch_violations(plan: Plan) -> list[str]:
     found = []
-    if plan.graph_parallel_degree > 1 and plan.parts_per_batch != plan.graph_parallel_degree:
+    has_shares = plan.partition.shares is not None
+    if plan.graph_parallel_degree > 1 and not has_shares and plan.parts_per_batch != plan.graph_parallel_degree:
         found.append(
             f"{plan.parts_per_batch=} must equal {plan.graph_parallel_degree=}: each rank of a graph group trains on "
             "one part"
@@ -301,6 +303,55 @@ def _host_violations(plan: Plan, cluster: ClusterSpec) -> list[str]:
             f"exchange_chunk_bytes must be left out with {name}, got {plan.exchange_chunk_bytes}: it sends no chunks; "
             "use halo where buffers would not fit"
         )
+    return found
+
+
+def _share_violations(plan: Plan, model: ModelSpec) -> list[str]:
+    """Say why parts cannot be served by as many ranks as a plan gives them."""
+    shares = plan.partition.shares
+    if shares is None:
+        return []
+    found, where = [], f"partition.shares gives parts {shares.part_ranks} ranks"
+    if shares.num_ranks != plan.graph_parallel_degree:
+        found.append(
+            f"{plan.graph_parallel_degree=} must be {shares.num_ranks} when {where}: give each part its ranks, or plan "
+            "again"
+        )
+    if not plan.is_full_graph:
+        found.append(
+            f"{plan.parts_per_batch=} must be all {plan.partition.num_parts} parts when {where}, and batches must not "
+            "be sampled: which part of a batch has most work differs from step to step"
+        )
+    if max(shares.part_ranks) == 1:
+        found.append(f"partition.shares must be left out when {where}: no part has several")
+    for part, count in enumerate(shares.part_ranks):
+        if count > model.num_heads:
+            found.append(
+                f"part {part} has {count} ranks, which must not exceed {model.num_heads=}: each attends with heads of "
+                "its own"
+            )
+    if plan.tensor_parallel_degree > 1:
+        found.append(
+            f"{plan.tensor_parallel_degree=} must be 1 when {where}: heads are shared out part by part; use one of both"
+        )
+    for index, exchange in enumerate(plan.exchange):
+        if exchange is not Exchange.HALO:
+            found.append(f"exchange[{index}] must be halo when {where}, got {exchange}")
+    if plan.overlap_exchange:
+        found.append(f"overlap_exchange must be false when {where}: attention begins once rows of all its ranks came")
+    if plan.exchange_payload is not ExchangePayload.KEYS_AND_VALUES:
+        found.append(
+            f"exchange_payload must be keys_and_values when {where}, got {plan.exchange_payload}: rows would travel "
+            "with all heads"
+        )
+    for field in ("exchange_precision", "exchange_chunk_bytes"):
+        if getattr(plan, field) is not None:
+            found.append(
+                f"{field} must be left out when {where}, got {getattr(plan, field)}: keys and values travel at once, "
+                "as they are"
+            )
+    if others := sorted(set(plan.recompute) - {Recompute.NONE, Recompute.LAYER}):
+        found.append(f"recompute must be none or layer when {where}, got {', '.join(others)}")
     return found
 
 

@@ -18,6 +18,7 @@ from simulator.exchanges import (
     rows_per_message,
     wire_dtype,
 )
+from simulator.shares import heads_by_rank
 from simulator.specs.model import EdgeBias, ModelSpec
 from simulator.specs.plan import HALO_EXCHANGES, Exchange, ExchangePayload, Plan
 from simulator.specs.program import TaskKind
@@ -56,6 +57,21 @@ class HostWork:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServedPart:
+    """The part that one rank serves, alone or with others, in a graph group where some parts have several ranks.
+
+    Attributes:
+        ranks: that serve it, in order.
+        part_ranks: ranks that serve each part of the group's batch.
+        num_rows: nodes of the part, all of which the rank attends for, with its own heads.
+    """
+
+    ranks: tuple[int, ...]
+    part_ranks: tuple[int, ...]
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupWork:
     """What one rank and the others of its graph group hold in a step, as its exchanges need it.
 
@@ -70,6 +86,8 @@ class GroupWork:
         group_edges: of the whole batch.
         num_sampled_targets: of a layer of a sampled batch, the rows that it returns; None for all.
         host: for a hierarchical exchange; None without one.
+        served: where parts may have several ranks; then `edges` are those into all rows of the part, and `rows_to` and
+            `rows_from` hold the rows of ranks that serve it too. None for one rank a part.
     """
 
     graph_rank: int = 0
@@ -84,6 +102,7 @@ class GroupWork:
     group_edges: EdgeCounts = field(default_factory=EdgeCounts)
     num_sampled_targets: int | None = None
     host: HostWork | None = None
+    served: ServedPart | None = None
 
     @property
     def num_rows(self) -> int:
@@ -189,6 +208,8 @@ class AttentionLowering:
                 return self._alone()
             case Exchange.HEAD_ALL_TO_ALL:
                 return self._by_heads()
+            case Exchange.HALO if self.work.served is not None:
+                return self._of_served_part(self.work.served)
             case Exchange.HALO | Exchange.HIERARCHICAL_HALO | Exchange.ALL_GATHER if self.plan.overlaps(index):
                 return self._overlapped(sends_rows=sends_rows)
             case Exchange.HALO | Exchange.HIERARCHICAL_HALO | Exchange.ALL_GATHER:
@@ -454,6 +475,72 @@ class AttentionLowering:
                 backward_receives=by_head if to_heads else by_row,
             )
             yield from (copied, sent) if to_heads else (sent, copied)
+
+    # --- Parts that several ranks serve.
+
+    def _of_served_part(self, served: ServedPart) -> list[Operation]:
+        """Return attention of a part with this rank's heads: to them from rows, over all edges, and back."""
+        model, work, layer = self.model, self.work, self.layer
+        heads = heads_by_rank(model.num_heads, served.part_ranks)
+        own_heads, rows, key_value_size = heads[work.graph_rank], work.num_rows, 2 * model.head_size
+        is_mate = [rank in served.ranks for rank in range(len(heads))]
+        other_rows = sum(
+            count * other for count, other, mate in zip(work.rows_to, heads, is_mate, strict=True) if not mate
+        )
+        row_bytes = key_value_size * self.plan.precision.num_bytes
+        sent = tuple(count * other * row_bytes for count, other in zip(work.rows_to, heads, strict=True))
+        received = tuple(count * own_heads * row_bytes for count in work.rows_from)
+        # Counted in heads of rows: own rows go to the part's ranks by head, and some of them to others. Backward the
+        # gradients of own rows stay where they are if this rank has all heads.
+        pack = same(f"{layer}.pack", TaskKind.HALO_PACK, (rows * model.num_heads, other_rows, key_value_size))
+        if own_heads == model.num_heads:
+            pack = replace(pack, backward_shape=(0, other_rows, key_value_size))
+        exchange = Operation(
+            name=f"{layer}.exchange",
+            kind=TaskKind.ALL_TO_ALL,
+            shape=sent,
+            backward_kind=TaskKind.ALL_TO_ALL,
+            backward_shape=received,
+            receives=received,
+            backward_receives=sent,
+        )
+        sources = rows + work.num_remote_rows(Exchange.HALO)
+        return [
+            self._project(),
+            *self._between_mates(served, heads, to_heads=True),
+            pack,
+            exchange,
+            *self._attend("", work.edges, sources, targets=served.num_rows, heads=own_heads),
+            *self._between_mates(served, heads, to_heads=False),
+        ]
+
+    def _between_mates(self, served: ServedPart, heads: tuple[int, ...], *, to_heads: bool) -> list[Operation]:
+        """Return one way of queries or outputs between the ranks of a part; nothing where there is one.
+
+        Args:
+            heads: of each rank of the graph group.
+            to_heads: queries of own rows go to the ranks of their heads; else outputs come back.
+        """
+        if len(served.ranks) == 1:
+            return []
+        work, me = self.work, self.work.graph_rank
+        head_bytes = self.model.head_size * self.plan.precision.num_bytes
+        by_head = tuple(work.num_rows * heads[mate] * head_bytes * (mate != me) for mate in served.ranks)
+        by_row = tuple(work.rows_by_rank[mate] * heads[me] * head_bytes * (mate != me) for mate in served.ranks)
+        sent, received = (by_head, by_row) if to_heads else (by_row, by_head)
+        task, name = ("query_pack", "query_exchange") if to_heads else ("unpack", "exchange_back")
+        copied = same(f"{self.layer}.{task}", TaskKind.COPY_ROWS, (work.num_rows, self.columns))
+        travels = Operation(
+            name=f"{self.layer}.{name}",
+            kind=TaskKind.ALL_TO_ALL,
+            shape=sent,
+            backward_kind=TaskKind.ALL_TO_ALL,
+            backward_shape=received,
+            ranks=served.ranks,
+            receives=received,
+            backward_receives=sent,
+        )
+        return [copied, travels] if to_heads else [travels, copied]
 
     # --- What all of them do.
 

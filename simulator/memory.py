@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from simulator.exchange_tasks import GroupWork, ServedPart
 from simulator.exchanges import (
     head_counts,
     num_messages,
@@ -15,6 +16,7 @@ from simulator.exchanges import (
 )
 from simulator.gradients import PARAMETER_BYTES, buckets_of, kept_bytes, passing_bytes
 from simulator.sharding import REST, share_elements, units_of
+from simulator.shares import heads_by_rank
 from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import EdgeBias, ModelSpec
@@ -254,8 +256,9 @@ def _layer_bytes(plan: Plan, model: ModelSpec, work: RankWork, layer: int, excha
         rest = targets * columns * SCORE_BYTES
     queries = targets - rows + input_rows  # where batches are sampled, those of rows that are no targets are kept too
     found = dense + (queries + 2 * sources) * columns * size + targets * heads * SCORE_BYTES + rest
-    if exchange is Exchange.HEAD_ALL_TO_ALL:
-        found += targets * columns * size  # outputs of the own heads, beside those of the own rows
+    served = work.group.served
+    if exchange is Exchange.HEAD_ALL_TO_ALL or (served is not None and len(served.ranks) > 1):
+        return found + targets * columns * size  # outputs of the own heads, beside those of the own rows
     if plan.exchange_payload is ExchangePayload.ROWS and exchange in ROW_EXCHANGES:
         # What the keys and values were computed from; where a halo overlaps, own rows stay where the norm wrote them.
         own_rows = rows if plan.overlap_exchange and exchange in HALO_EXCHANGES else 0
@@ -271,6 +274,9 @@ def _attended(plan: Plan, model: ModelSpec, work: RankWork, layer: int, exchange
     if exchange is Exchange.HEAD_ALL_TO_ALL:
         heads = head_counts(rank_heads(plan, model), len(group.rows_by_rank))[group.graph_rank]
         return group.num_group_rows, group.num_group_rows, heads
+    if group.served is not None and exchange is Exchange.HALO:
+        own_heads = heads_by_rank(model.num_heads, group.served.part_ranks)[group.graph_rank]
+        return group.served.num_rows, work.num_source_rows(exchange), own_heads
     if work.sampled:
         return work.num_target_rows(layer), work.num_input_rows(layer), rank_heads(plan, model)
     return work.num_rows, work.num_source_rows(exchange), rank_heads(plan, model)
@@ -292,6 +298,8 @@ def _message_bytes(plan: Plan, model: ModelSpec, work: RankWork, exchange: Excha
     format or, of heads, in another layout.
     """
     group, wire = work.group, wire_dtype(plan).num_bytes
+    if group.served is not None:
+        return _served_message_bytes(model, group, group.served, wire)
     each = None if exchange is Exchange.NONE else rows_per_message(plan, model, exchange)
     has_format = wire != _size(plan)
     match exchange:
@@ -320,6 +328,14 @@ def _message_bytes(plan: Plan, model: ModelSpec, work: RankWork, exchange: Excha
     columns = payload_columns(plan, model)
     packed = rows_sent * columns * (wire if not has_format else max(wire, _size(plan)))
     return packed + group.num_remote_rows(exchange) * columns * wire * has_format
+
+
+def _served_message_bytes(model: ModelSpec, group: GroupWork, served: ServedPart, size: int) -> int:
+    """Return the larger of the message of keys and values, and that of queries, which are there one after the other."""
+    heads = heads_by_rank(model.num_heads, served.part_ranks)
+    sent = sum(rows * 2 * other for rows, other in zip(group.rows_to, heads, strict=True))
+    queries = group.num_rows * (model.num_heads - heads[group.graph_rank])
+    return max(sent, queries) * model.head_size * size
 
 
 def _head_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec, work: RankWork) -> int:

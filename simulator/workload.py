@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from simulator.exchange_tasks import AttentionLowering, EdgeCounts, GroupWork, HostWork, Operation, same
+from simulator.exchange_tasks import AttentionLowering, EdgeCounts, GroupWork, HostWork, Operation, ServedPart, same
 from simulator.exchanges import rank_columns
 from simulator.gradients import LOSS_TASK, PARAMETER_BYTES, ReductionSchedule, ReductionTask, reduction_schedule
 from simulator.likeness import replicas_that_stand_for_others
@@ -36,6 +36,7 @@ from simulator.specs.program import (
     stream_of,
     task_name,
 )
+from simulator.specs.shares import PartShares
 from simulator.specs.units import Dtype
 
 
@@ -130,6 +131,8 @@ def of_all_ranks(plan: Plan, works: Sequence[RankWork]) -> tuple[RankWork, ...]:
 
 def _works_of_batch(plan: Plan, batch: tuple[int, ...]) -> tuple[RankWork, ...]:
     """Return what each rank of a graph group holds of a batch."""
+    if plan.partition.shares is not None:
+        return tuple(_work_of_share(plan, plan.partition.shares, rank) for rank in range(plan.graph_parallel_degree))
     works = [_work_of_rank(plan, batch, rank) for rank in range(plan.graph_parallel_degree)]
     group = _group_of_batch(plan, batch, works)
     return tuple(replace(work, group=_group_work(plan, batch, rank, group, work)) for rank, work in enumerate(works))
@@ -237,6 +240,38 @@ def _group_work(plan: Plan, batch: tuple[int, ...], graph_rank: int, group: Grou
         inner_edges=_edge_counts(plan, inside, sum(parts[part].inner_edges_of_long_targets for part in mine)),
         outer_edges=_edge_counts(plan, outside, outer_targets),
         host=_host_work(plan, graph_rank),
+    )
+
+
+def _work_of_share(plan: Plan, shares: PartShares, rank: int) -> RankWork:
+    """Return what a rank of the full graph holds that may serve a part with others: its rows, and the part's edges."""
+    part_index = shares.part_by_rank[rank]
+    part, mates = plan.partition.parts[part_index], shares.ranks_of(part_index)
+    ranks = range(shares.num_ranks)
+    edges = EdgeCounts(
+        num_edges=part.num_edges,
+        num_of_long_targets=sum(part.edges_of_long_targets_from),
+        num_of_long_sources=sum(part.edges_of_long_sources_from),
+    )
+    group = GroupWork(
+        graph_rank=rank,
+        rows_by_rank=shares.num_nodes,
+        rows_to=tuple(shares.rows_between(rank, other) for other in ranks),
+        rows_from=tuple(shares.rows_between(other, rank) for other in ranks),
+        edges=edges,
+        served=ServedPart(ranks=mates, part_ranks=shares.part_ranks, num_rows=part.num_nodes),
+    )
+    return RankWork(
+        num_rows=shares.num_nodes[rank],
+        num_edges=edges.num_edges,
+        num_edges_of_long_targets=edges.num_of_long_targets,
+        num_edges_of_long_sources=edges.num_of_long_sources,
+        num_feature_entries=shares.num_feature_entries[rank],
+        num_train_rows=shares.num_train_nodes[rank],
+        rows_to=group.rows_to,
+        rows_from=group.rows_from,
+        max_rows=max(shares.num_nodes),
+        group=group,
     )
 
 

@@ -10,6 +10,7 @@ from simulator.specs.gradients import GradientCompression
 from simulator.specs.hosts import HostRows
 from simulator.specs.mesh import ROW_AXES, MeshShape
 from simulator.specs.order import OrderSpec
+from simulator.specs.shares import PartShares
 from simulator.specs.units import MIB, Dtype
 
 
@@ -124,6 +125,7 @@ class PartitionSpec:
         sha256: hash of the node-to-part array.
         parts: the parts in numbers.
         hosts: rows between ranks when each row of another host enters a host once; None where nobody asked.
+        shares: what each rank owns where some parts are served by several ranks; None for one rank a part.
     """
 
     method: PartitionMethod
@@ -132,11 +134,14 @@ class PartitionSpec:
     sha256: str
     parts: tuple[PartSpec, ...]
     hosts: HostRows | None = None
+    shares: PartShares | None = None
 
     def __post_init__(self) -> None:
         require_positive(num_parts=len(self.parts))
         if self.hosts is not None:
             self._require_hosts_fit(self.hosts)
+        if self.shares is not None:
+            self._require_shares_fit(self.shares)
         for part in self.parts:
             require_length(
                 len(self.parts),
@@ -153,6 +158,17 @@ class PartitionSpec:
             rows = sum(hosts.rows_from[index]) + sum(hosts.passed_rows_from[index])
             rule = f"must bring part {index} as many rows as it has halo rows, {part.num_halo_rows}"
             require(rows == part.num_halo_rows, "hosts", rule, rows)
+
+    def _require_shares_fit(self, shares: PartShares) -> None:
+        require_length(len(self.parts), part_ranks=shares.part_ranks)
+        for index, part in enumerate(self.parts):
+            ranks = shares.ranks_of(index)
+            rows = sum(shares.num_nodes[rank] for rank in ranks)
+            require(rows == part.num_nodes, "shares", f"must hold the {part.num_nodes} nodes of part {index}", rows)
+            for other, halo_rows in enumerate(part.halo_rows_from):
+                rows = sum(shares.rows_to_parts[rank][index] for rank in shares.ranks_of(other))
+                rule = f"must send part {index} the {halo_rows} halo rows of part {other}"
+                require(rows == halo_rows, "shares", rule, rows)
 
     @property
     def num_parts(self) -> int:
@@ -235,7 +251,8 @@ class Plan:
     """The choices that a search makes; `MeshShape` says which rank sits where.
 
     A step trains on `data_parallel_degree` batches of `parts_per_batch` parts. A batch with all parts is
-    the full graph. Edges that leave a batch are dropped. The ranks of a graph group share a batch, one part each.
+    the full graph. Edges that leave a batch are dropped. The ranks of a graph group share a batch, one part each, or
+    several for a part where `partition.shares` says so.
     Where batches are sampled, a replica trains on nodes of any part, and the parts are those of evaluations.
 
     Attributes:
@@ -365,6 +382,20 @@ class Plan:
         """Ranks of a host that a hierarchical exchange counts on; None without one, when any will do."""
         hosts = self.partition.hosts
         return hosts.ranks_per_host if hosts and Exchange.HIERARCHICAL_HALO in self.exchange else None
+
+    @property
+    def part_ranks(self) -> tuple[int, ...]:
+        """Ranks of a graph group that serve each part of its batch, in order; one each unless parts are shared."""
+        shares = self.partition.shares
+        return (1,) * self.parts_per_batch if shares is None else shares.part_ranks
+
+    @property
+    def part_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks that serve a part together, each with heads and rows of its own; parts of one rank are left out."""
+        shares = self.partition.shares
+        if shares is None:
+            return ()
+        return tuple(shares.ranks_of(part) for part, count in enumerate(shares.part_ranks) if count > 1)
 
     def overlaps(self, layer: int) -> bool:
         """Return whether attention of a layer runs while its exchange is under way."""

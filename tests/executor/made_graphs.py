@@ -7,6 +7,7 @@ import scipy.sparse
 
 from planner.hosts import host_rows
 from planner.partition import part_specs
+from planner.shares import part_shares
 from simulator.readers.features import Features
 from simulator.readers.graphs import Graph
 from simulator.readers.partitions import parts_sha256
@@ -140,7 +141,12 @@ CUTS: dict[str, Callable[[Graph, int], np.ndarray]] = {
 
 
 def partition_of(
-    graph: Graph, part_N: np.ndarray, num_parts: int, *, ranks_per_host: int | None = None
+    graph: Graph,
+    part_N: np.ndarray,
+    num_parts: int,
+    *,
+    ranks_per_host: int | None = None,
+    part_ranks: tuple[int, ...] = (),
 ) -> PartitionSpec:
     """Return a cut in numbers; its array lies in no file."""
     part_N = part_N.astype(np.int32)
@@ -152,6 +158,7 @@ def partition_of(
         sha256=parts_sha256(part_N),
         parts=part_specs(graph, part_N, num_parts),
         hosts=hosts,
+        shares=part_shares(graph, part_N, part_ranks) if part_ranks else None,
     )
 
 

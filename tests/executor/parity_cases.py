@@ -64,6 +64,7 @@ class ParityCase:
         seeds_per_batch: of a replica, where neighbourhoods are sampled.
         keep_batches, prefetch_batches: as in `Plan`.
         ranks_per_host: for hierarchical exchanges.
+        part_ranks: ranks that serve each part; empty for one each.
     """
 
     graph_name: str = "awkward"
@@ -93,6 +94,7 @@ class ParityCase:
     keep_batches: bool = False
     prefetch_batches: int = 0
     ranks_per_host: int | None = None
+    part_ranks: tuple[int, ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -148,8 +150,16 @@ class ParityCase:
             graph_parallel_degree=self.graph_parallel_degree,
             tensor_parallel_degree=self.tensor_parallel_degree,
             shard_parameters=self.shard_parameters,
-            partition=partition_of(self.graph, self.part_N, self._num_parts, ranks_per_host=self.ranks_per_host),
-            parts_per_batch=self._num_parts if self.fan_outs else self.parts_per_batch or self.graph_parallel_degree,
+            partition=partition_of(
+                self.graph,
+                self.part_N,
+                self._num_parts,
+                ranks_per_host=self.ranks_per_host,
+                part_ranks=self.part_ranks,
+            ),
+            parts_per_batch=self._num_parts
+            if self.fan_outs or self.part_ranks
+            else self.parts_per_batch or self.graph_parallel_degree,
             exchange=self.exchange,
             recompute=self.recompute,
             precision=self.precision,
@@ -259,7 +269,7 @@ class ParityCase:
 
     @property
     def _num_parts(self) -> int:
-        return self.num_parts or self.graph_parallel_degree
+        return self.num_parts or len(self.part_ranks) or self.graph_parallel_degree
 
 
 def _one_rank() -> dict[str, ParityCase]:
@@ -609,6 +619,42 @@ def _shared_out() -> dict[str, ParityCase]:
     }
 
 
+def _served(*part_ranks: int, **choices: Any) -> ParityCase:
+    """Return a full graph some of whose parts have several ranks."""
+    case = ParityCase(
+        graph_parallel_degree=sum(part_ranks), exchange=(HALO, HALO), part_ranks=part_ranks, num_heads=4, cut="uneven"
+    )
+    return replace(case, **choices)
+
+
+def _parts_of_several_ranks() -> dict[str, ParityCase]:
+    """Return parts that are served by one rank and by several."""
+    extras: dict[str, Any] = {"extras": True, "recompute": (KEEP, AGAIN)}
+    return {
+        "parts on 2 and 1 ranks": _served(2, 1),
+        "parts on 1 and 2 ranks": _served(1, 2),
+        "parts on 1 and 2 ranks, all extras": _served(1, 2, ordered=True, **extras),
+        "parts on 1 and 2 ranks, all recomputed": _served(1, 2, recompute=(AGAIN, AGAIN)),
+        "parts on 1 and 2 ranks, sparse": _served(1, 2, graph_name="sparse", extras=True),
+        "parts on 1 and 2 ranks, no edges": _served(1, 2, graph_name="edgeless", extras=True),
+        "parts on 1 and 2 ranks, the latter without edges": _served(1, 2, cut="lonely last"),
+        "parts on 1 and 2 ranks, the latter without labels": _served(1, 2, cut="unlabelled last", **extras),
+        "parts on 2 and 1 ranks, two nodes": _served(2, 1, graph_name="two nodes", cut="by node"),
+        "parts on 2, 1 and 1 ranks": _served(2, 1, 1),
+        "parts on 2, 1 and 1 ranks, all extras": _served(2, 1, 1, graph_name="sparse", ordered=True, **extras),
+        "parts on 1, 2 and 1 ranks, buckets beside": _served(
+            1, 2, 1, gradient_bucket_bytes=SMALL_BUCKETS, overlap_gradients=True, **extras
+        ),
+        "parts on 2 and 2 ranks": _served(2, 2, extras=True),
+        "parts on 1 and 3 ranks, 4 heads": _served(1, 3, **extras),
+        "parts on 3 and 1 ranks, 8 heads, ordered": _served(3, 1, num_heads=8, ordered=True),
+        "a part on 4 ranks": _served(4, cut="by node", extras=True),
+        "parts on 2 and 2 ranks, shared out": _served(
+            2, 2, shard_parameters=ParameterSharding.ZERO3, recompute=(KEEP, AGAIN)
+        ),
+    }
+
+
 def _bfloat16() -> dict[str, ParityCase]:
     half = Dtype.BFLOAT16
     return {
@@ -658,6 +704,8 @@ def _bfloat16() -> dict[str, ParityCase]:
                 ("hierarchical, overlapped", (HIERARCHICAL, HALO), {"ranks_per_host": 2, "overlaps": True}),
             )
         },
+        "parts on 1 and 2 ranks, bf16": _served(1, 2, precision=half, recompute=(AGAIN, KEEP)),
+        "parts on 2, 1 and 1 ranks, bf16": _served(2, 1, 1, precision=half, extras=True),
         "2 tensor ranks, bf16": ParityCase(
             tensor_parallel_degree=2, precision=half, extras=True, recompute=(KEEP, AGAIN)
         ),
@@ -725,6 +773,7 @@ EXACT_CASES = {
     **_loaded_and_beside(),
     **_tensor_parallel(),
     **_shared_out(),
+    **_parts_of_several_ranks(),
 }
 ROUNDED_CASES = _bfloat16()
 LOSSY_CASES = _lossy()
