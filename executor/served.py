@@ -5,7 +5,7 @@ travels straight from its owner to every rank that attends to it, with the heads
 passed on, and nothing travels that is not used. `AttentionLowering` lowers these tasks under the same names.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -38,6 +38,45 @@ class PartLayout:
     def global_ranks(self) -> tuple[int, ...]:
         """Ranks of the process group, in order."""
         return tuple(dist.get_process_group_ranks(self.group)) if self.group is not None else ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadBlock:
+    """Keys and values of some heads of own rows.
+
+    Attributes:
+        rows: [rows, 2, heads, K].
+        heads: which they are.
+        row_S: own rows that they are of; None for all in order, as ranks of the part have them.
+    """
+
+    rows: Tensor
+    heads: slice
+    row_S: Tensor | None
+
+
+def pack_heads(kv_N2HK: Tensor, blocks: Sequence[HeadBlock]) -> None:
+    """Write keys and values of own rows to blocks."""
+    for block in blocks:
+        own = kv_N2HK[:, :, block.heads]
+        if block.row_S is None:
+            block.rows.copy_(own)
+        else:
+            torch.index_select(own, 0, block.row_S, out=block.rows)
+
+
+def unpack_heads_(grad_N2HK: Tensor, blocks: Sequence[HeadBlock]) -> None:
+    """Write the gradients in blocks of all rows to own rows, and add those in blocks of some, in place.
+
+    The former have every head once together, unless the gradients are there already. Sums have the same bits in every
+    run: no row comes twice in a block, and blocks follow one another.
+    """
+    for block in blocks:
+        if block.row_S is None:
+            grad_N2HK[:, :, block.heads].copy_(block.rows)
+    for block in blocks:
+        if block.row_S is not None:
+            grad_N2HK[:, :, block.heads].index_add_(0, block.row_S, block.rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +145,8 @@ class ServedExchange:
         num_rows, received = self.num_rows, heads_PD.new_empty(sum(self._by_head))
         self._between_mates(task, heads_PD[num_rows:].view(-1), self._by_row, received, self._by_head, phase)
         rows_ND = heads_PD.new_empty(num_rows, self.num_heads * self.head_size)
-        rows_NHK = rows_ND.unflatten(1, (self.num_heads, self.head_size))
         with self._copying(pack, rows_ND, phase):
+            rows_NHK = rows_ND.unflatten(1, (self.num_heads, self.head_size))
             rows_NHK[:, self.own_heads].copy_(self._by_own_head(heads_PD[:num_rows]))
             for block, heads in self._blocks_of_mates(received):
                 rows_NHK[:, heads].copy_(block)
@@ -126,13 +165,9 @@ class ServedExchange:
         kv_N2HK = kv_N2D.unflatten(1, (2, self.num_heads, self.head_size))
         found = kv_N2D.new_empty(num_rows + sum(self.layout.rows_from), 2 * self.num_own_heads * self.head_size)
         with self._packing(phase, num_copied=num_rows * self.num_heads):
-            found[:num_rows].unflatten(1, own_shape).copy_(kv_N2HK[:, :, self.own_heads])
             message = kv_N2D.new_empty(sum(self._numbers_to))
-            for block, heads, row_S in self._blocks(message):
-                if row_S is None:
-                    block.copy_(kv_N2HK[:, :, heads])
-                else:
-                    torch.index_select(kv_N2HK[:, :, heads], 0, row_S, out=block)
+            own = HeadBlock(rows=found[:num_rows].unflatten(1, own_shape), heads=self.own_heads, row_S=None)
+            pack_heads(kv_N2HK, [own, *self._blocks(message)])
         self._between_all(message, self._numbers_to, found[num_rows:].view(-1), self._numbers_from, phase)
         return found
 
@@ -145,17 +180,11 @@ class ServedExchange:
         with self._packing(Phase.BACKWARD, num_copied=num_copied):
             own, width = grad_M[:num_rows], self.num_heads * self.head_size
             grad_N = own if self.has_all_heads else grad_M.new_empty(num_rows, 2 * width)
-            grad_N2HK = grad_N.unflatten(1, (2, self.num_heads, self.head_size))
+            blocks = self._blocks(received)
             if not self.has_all_heads:
-                grad_N2HK[:, :, self.own_heads].copy_(own.unflatten(1, (2, self.num_own_heads, self.head_size)))
-            blocks = list(self._blocks(received))
-            for block, heads, row_S in blocks:  # those of the part first: together they have every head once
-                if row_S is None:
-                    grad_N2HK[:, :, heads].copy_(block)
-            for block, heads, row_S in blocks:
-                if row_S is not None:
-                    # No row comes twice in a block, and blocks follow one another: the same bits in every run.
-                    grad_N2HK[:, :, heads].index_add_(0, row_S, block)
+                own_rows = own.unflatten(1, (2, self.num_own_heads, self.head_size))
+                blocks = [HeadBlock(rows=own_rows, heads=self.own_heads, row_S=None), *blocks]
+            unpack_heads_(grad_N.unflatten(1, (2, self.num_heads, self.head_size)), blocks)
         return grad_N
 
     # --- Sizes and places.
@@ -192,17 +221,16 @@ class ServedExchange:
                 heads = self.heads[mate]
                 yield block.view(self.num_rows, _length(heads), self.head_size), heads
 
-    def _blocks(self, message: Tensor) -> Iterator[tuple[Tensor, slice, Tensor | None]]:
-        """Yield what of a message is of each rank with rows, [rows, 2, h, K], its heads, and which own rows they are.
-
-        The latter is None for all of them in order, as ranks of the part have them.
-        """
+    def _blocks(self, message: Tensor) -> list[HeadBlock]:
+        """Return what of a message is of each rank with rows."""
         rows_of_rank = self.layout.send_row_S.split(self.layout.rows_to)
+        found = []
         for rank, (block, row_S) in enumerate(zip(message.split(self._numbers_to), rows_of_rank, strict=True)):
-            heads = self.heads[rank]
+            heads, is_mate = self.heads[rank], rank in self.part.ranks
             if len(row_S) > 0:
-                shape = (len(row_S), 2, _length(heads), self.head_size)
-                yield block.view(shape), heads, None if rank in self.part.ranks else row_S
+                rows = block.view(len(row_S), 2, _length(heads), self.head_size)
+                found.append(HeadBlock(rows=rows, heads=heads, row_S=None if is_mate else row_S))
+        return found
 
     def _by_own_head(self, rows_NC: Tensor) -> Tensor:
         rows_NHK: Tensor = rows_NC.unflatten(1, (self.num_own_heads, self.head_size))

@@ -13,7 +13,7 @@ from simulator.specs.shares import PartShares
 
 
 def ranks_by_load(loads: Sequence[float], num_ranks: int) -> tuple[int, ...]:
-    """Return ranks for each part in proportion to its load, at least one: by the largest remainder, earlier parts first.
+    """Return ranks for each part in proportion to its load, at least one, by the largest remainder.
 
     Args:
         loads: of each part.

@@ -21,6 +21,7 @@ from executor.train import Inputs, Trainer
 from planner.hosts import host_rows
 from planner.neighbourhoods import expected_batches
 from planner.partition import part_specs
+from planner.shares import part_shares
 from simulator.constraints import violations
 from simulator.readers.generators import materialise
 from simulator.readers.graphs import Graph, read_graph, write_store
@@ -74,6 +75,7 @@ class Case:
         fan_outs, seeds_per_batch: of sampled neighbourhoods; empty and 0 for batches of parts.
         between_edges, keep_batches, prefetch_batches: as in `Plan`.
         ranks_per_host: for hierarchical exchanges; None for one host.
+        part_ranks: ranks that serve each part; empty for one each.
     """
 
     data_parallel_degree: int = 1
@@ -101,6 +103,7 @@ class Case:
     keep_batches: bool = False
     prefetch_batches: int = 0
     ranks_per_host: int | None = None
+    part_ranks: tuple[int, ...] = ()
     step: int = 1
 
 
@@ -270,6 +273,51 @@ CASES = {
         exchange=(HEADS, HEADS),
         has_empty_part=True,
         model=dataclasses.replace(MODEL, **SEVEN_HEADS),
+    ),
+    "parts on 1 and 2 ranks": Case(
+        graph_parallel_degree=3,
+        part_ranks=(1, 2),
+        exchange=(HALO, HALO),
+        model=dataclasses.replace(MODEL, **SEVEN_HEADS),
+    ),
+    "parts on 2 and 1 ranks, everything": Case(
+        graph_parallel_degree=3,
+        part_ranks=(2, 1),
+        exchange=(HALO, HALO, HALO),
+        recompute=(AGAIN, KEEP, AGAIN),
+        model=dataclasses.replace(EVERYTHING, **SEVEN_HEADS),
+        is_sparse=True,
+        gradient_bucket_bytes=8 * KIB,
+    ),
+    "parts on 2, 1 and 1 ranks, bf16": Case(
+        graph_parallel_degree=4,
+        part_ranks=(2, 1, 1),
+        exchange=(HALO, HALO),
+        recompute=(KEEP, AGAIN),
+        precision=Dtype.BFLOAT16,
+        model=dataclasses.replace(DROPOUT, **SEVEN_HEADS),
+    ),
+    "parts on 1 and 3 ranks, buckets beside": Case(
+        graph_parallel_degree=4,
+        part_ranks=(1, 3),
+        exchange=(HALO, HALO),
+        model=dataclasses.replace(MODEL, **SEVEN_HEADS, edge_bias=EdgeBias.DEGREE),
+        gradient_bucket_bytes=4 * KIB,
+        overlap_gradients=True,
+    ),
+    "parts on 1, 1 and 2 ranks, the last without nodes": Case(
+        graph_parallel_degree=4,
+        part_ranks=(1, 1, 2),
+        exchange=(HALO, HALO),
+        has_empty_part=True,
+        model=dataclasses.replace(MODEL, **SEVEN_HEADS),
+    ),
+    "parts on 2 and 2 ranks, shared out": Case(
+        graph_parallel_degree=4,
+        part_ranks=(2, 2),
+        exchange=(HALO, HALO),
+        shard_parameters=ParameterSharding.ZERO3,
+        model=FOUR_HEADS,
     ),
     "hierarchical": Case(graph_parallel_degree=3, exchange=(HIERARCHICAL, HALO), model=DROPOUT, ranks_per_host=2),
     "hierarchical, overlapped, of rows, everything": Case(
@@ -503,7 +551,7 @@ def prepare(folder: Path, kind: DeviceKind, names: Sequence[str] = tuple(CASES))
     for name in names:
         case = CASES[name]
         spec, graph = graphs[case.is_sparse]
-        num_parts = case.num_parts or case.graph_parallel_degree
+        num_parts = case.num_parts or len(case.part_ranks) or case.graph_parallel_degree
         part_N = _parts(graph.num_nodes, num_parts, has_empty_part=case.has_empty_part)
         plan = _plan(case, graph, part_N, num_parts)
         per_host = case.ranks_per_host or plan.num_ranks
@@ -549,6 +597,7 @@ def _plan(case: Case, graph: Graph, part_N: np.ndarray, num_parts: int) -> Plan:
         hosts=None
         if case.ranks_per_host is None
         else host_rows(graph, part_N, num_parts, ranks_per_host=case.ranks_per_host),
+        shares=part_shares(graph, part_N, case.part_ranks) if case.part_ranks else None,
     )
     return Plan(
         data_parallel_degree=case.data_parallel_degree,
@@ -556,7 +605,9 @@ def _plan(case: Case, graph: Graph, part_N: np.ndarray, num_parts: int) -> Plan:
         tensor_parallel_degree=case.tensor_parallel_degree,
         shard_parameters=case.shard_parameters,
         partition=partition,
-        parts_per_batch=num_parts if case.fan_outs else case.parts_per_batch or case.graph_parallel_degree,
+        parts_per_batch=num_parts
+        if case.fan_outs or case.part_ranks
+        else case.parts_per_batch or case.graph_parallel_degree,
         exchange=case.exchange,
         recompute=case.recompute,
         precision=case.precision,

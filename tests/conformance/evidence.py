@@ -96,7 +96,8 @@ def missing_evidence(task: Task, observed: ObservedTask) -> list[str]:
     """Return what a task should have done and did not, and what it did and should not have."""
     found = []
     met: set[int] = set()
-    for expected in _expected_operators(task):
+    is_by_head = _is_by_head(task, observed)
+    for expected in [] if is_by_head else _expected_operators(task):
         position = next(
             (
                 index
@@ -114,7 +115,7 @@ def missing_evidence(task: Task, observed: ObservedTask) -> list[str]:
         is_part = task.kind is TaskKind.GRADIENT_NORM and operator.name == "aten::linalg_vector_norm"
         if operator.name in GOVERNED and index not in met and not is_part:
             found.append(f"also ran {operator.name} {_dims_text(operator.dims)}")
-    expected_operands = _expected_operands(task)
+    expected_operands = _packed_heads(task) if is_by_head else _expected_operands(task)
     if observed.operands != expected_operands:
         found.append(f"should have had {expected_operands} as operands, but had {observed.operands}")
     return found
@@ -161,6 +162,17 @@ def _expected_operands(task: Task) -> tuple[Operands, ...]:
         forward = Operands(function="attention_forward", counts=task.shape[:3])
         return (Operands(function="edge_attention", counts=task.shape[3:5]), forward)
     return ()
+
+
+def _is_by_head(task: Task, observed: ObservedTask) -> bool:
+    """Return whether a task packs, or unpacks, keys and values by the heads of receivers; all its counts are seen."""
+    functions = {operands.function for operands in observed.operands}
+    return task.kind is TaskKind.HALO_PACK and not functions.isdisjoint({"pack_heads", "unpack_heads_"})
+
+
+def _packed_heads(task: Task) -> tuple[Operands, ...]:
+    function = "unpack_heads_" if task.phase is Phase.BACKWARD else "pack_heads"
+    return (Operands(function=function, counts=task.shape),)
 
 
 def _is_part(task: Task) -> bool:

@@ -30,12 +30,14 @@ import executor.exchange
 import executor.operations
 import executor.overlap
 import executor.reduction
+import executor.served
 import executor.shared_out
 from executor.attention.graph import EdgeGraph
 from executor.attention.parts import Attended
 from executor.compression import Factors
 from executor.record import kernel_times, profiled_events
 from executor.sampling.neighbourhood import Neighbourhood
+from executor.served import HeadBlock
 from executor.train import Trainer
 from simulator.readers.graphs import Graph
 from simulator.specs.plan import Exchange
@@ -312,6 +314,8 @@ def _probes() -> Iterator[list[Probe]]:
     with contextlib.ExitStack() as stack:
         looks: tuple[tuple[Any, str, Callable[..., Probe | None]], ...] = (
             (executor.exchange, "add_rows_", _added_rows),
+            (executor.served, "pack_heads", functools.partial(_packed, "pack_heads")),
+            (executor.served, "unpack_heads_", functools.partial(_packed, "unpack_heads_")),
             (executor.overlap, "merge_into", _merged),
             (executor.overlap, "row_stats", _stats),
             *(
@@ -468,6 +472,12 @@ def _added_rows(rows: torch.Tensor, index: torch.Tensor, added: torch.Tensor, co
     assert rows.shape[1] == added.shape[1], "rows have as many columns as what is added"
     assert sum(counts) == len(index) == len(added), "each row that came is added"
     return Operands(function="add_rows_", counts=(0, *added.shape))
+
+
+def _packed(function: str, rows_N2HK: torch.Tensor, blocks: Sequence[HeadBlock]) -> Operands:
+    counts = [block.rows.shape[0] * block.rows.shape[2] for block in blocks]
+    copied = sum(count for count, block in zip(counts, blocks, strict=True) if block.row_S is None)
+    return Operands(function=function, counts=(copied, sum(counts) - copied, 2 * rows_N2HK.shape[3]))
 
 
 def _batch_of_parts(
