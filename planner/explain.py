@@ -88,6 +88,8 @@ def exchange_words(plan: Plan) -> str:
         words += f", in {plan.exchange_precision}"
     if plan.exchange_chunk_bytes is not None:
         words += f", at most {format_quantity(plan.exchange_chunk_bytes, Dimension.BYTES)} a message"
+    if plan.partition.shares is not None:
+        words += f", parts on {'+'.join(map(str, plan.part_ranks))} ranks"
     return words
 
 

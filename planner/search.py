@@ -13,11 +13,13 @@ from planner.neighbourhoods import expected_batches
 from planner.objective import epoch_seconds
 from planner.order import beyond_cache_ratio_of_plan, choose_order
 from planner.partition import partition_graph
+from planner.shares import part_shares
 from planner.space import candidates
 from simulator.constraints import violations
 from simulator.errors import NoFeasiblePlanError
 from simulator.memory import RankMemory, largest_category, misfit, peak_memory, total_bytes
 from simulator.readers.graphs import Graph
+from simulator.readers.partitions import read_partition
 from simulator.simulation import Pricing, pricing, simulate_with
 from simulator.specs.calibration import Calibration
 from simulator.specs.cluster import ClusterSpec
@@ -28,6 +30,7 @@ from simulator.specs.model import ModelSpec
 from simulator.specs.order import NodeOrder, OrderSpec
 from simulator.specs.plan import Exchange, PartitionSpec, Plan, SampledBatches
 from simulator.specs.search import SearchSpec
+from simulator.specs.shares import PartShares
 from simulator.specs.train import TrainSpec
 from simulator.specs.units import Dtype
 from simulator.timeout import longest_collective_seconds
@@ -104,6 +107,10 @@ def find_plan(
             )
         return neighbourhoods[data_parallel_degree]
 
+    def shared(spec_of_cut: PartitionSpec, part_ranks: tuple[int, ...]) -> PartShares:
+        part_N = read_partition(spec_of_cut, folder=folder, num_nodes=graph.num_nodes)
+        return part_shares(graph, part_N, part_ranks)
+
     cache_ratios: dict[tuple[int, bool, Dtype, OrderSpec], float] = {}
 
     def with_cache_ratio(plan: Plan) -> Plan:
@@ -117,7 +124,7 @@ def find_plan(
     costs = pricing(cluster, calibration)
     rejected: Counter[str] = Counter()
     misfits: list[tuple[int, str]] = []
-    plans = map(with_cache_ratio, candidates(spec, model, cluster, search, cut, sampled))
+    plans = map(with_cache_ratio, candidates(spec, model, cluster, search, cut, sampled, shared))
     priced = list(_price_all(costs, spec, model, train, plans, rejected, misfits, on_progress))
     if not priced:
         reasons = "; ".join(f"{reason} ({count})" for reason, count in rejected.most_common(3))

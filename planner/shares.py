@@ -41,9 +41,9 @@ def ranks_by_load(loads: Sequence[float], num_ranks: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def part_loads(parts: Sequence[PartSpec], *, row_weight: float) -> tuple[float, ...]:
-    """Return the load of each part: its edges, and its rows in edges that cost as much."""
-    return tuple(part.num_edges + row_weight * part.num_nodes for part in parts)
+def part_loads(parts: Sequence[PartSpec]) -> tuple[int, ...]:
+    """Return the work of each part, counted as `planner/partition.py` does for its cuts: its edges and its rows."""
+    return tuple(part.num_edges + part.num_nodes for part in parts)
 
 
 def part_shares(graph: Graph, part_N: NDArray[np.integer], part_ranks: Sequence[int]) -> PartShares:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, assert_never
 
+from planner.shares import part_loads, ranks_by_load
 from simulator.constraints import step_mode_of, tensor_degree_fits
 from simulator.gradients import gradient_buckets
 from simulator.specs.cluster import ClusterSpec, DeviceKind
@@ -22,9 +23,11 @@ from simulator.specs.plan import (
     SampledBatches,
 )
 from simulator.specs.search import BatchKind, SearchSpec
+from simulator.specs.shares import PartShares
 from simulator.specs.units import Dtype
 from simulator.workload import parameter_shapes
 
+_PLAIN_EXCHANGE: dict[str, Any] = {"exchange_precision": None}
 # Made ahead: one waits while the next is being made, so that a batch that takes longer than others delays no step.
 PREFETCHED_BATCHES = 2
 
@@ -53,6 +56,7 @@ def candidates(
     search: SearchSpec,
     partition: Callable[[int], PartitionSpec],
     sampled: Callable[[int], SampledBatches] | None = None,
+    shared: Callable[[PartitionSpec, tuple[int, ...]], PartShares] | None = None,
 ) -> Iterator[Plan]:
     """Yield every plan of the search space, legal or not, those on fewer ranks first.
 
@@ -62,6 +66,8 @@ def candidates(
     Args:
         partition: gives the cut into so many parts; it is asked only for cuts that some candidate needs.
         sampled: gives the sampled batches of so many replicas; needed where the search names them.
+        shared: gives what ranks own of a cut of which each part has so many; needed where the search names numbers of
+            parts.
     """
     meshes = (
         (num_ranks, degree)
@@ -71,13 +77,19 @@ def candidates(
     for num_ranks, tensor_degree in meshes:
         num_row_ranks = num_ranks // tensor_degree
         reductions = list(_reductions(graph, model, cluster, search, num_row_ranks))
-        for batches in _batches(num_row_ranks, search, cluster):
+        for batches in _batches(num_row_ranks, search, cluster, shares_heads=tensor_degree > 1):
             replicas = num_row_ranks // batches.graph_parallel_degree
             cut = partition(batches.num_parts)
             is_full_graph = batches.kind is BatchKind.FULL_GRAPH
             step_mode = step_mode_of(num_ranks=num_ranks, is_full_graph=is_full_graph, cluster=cluster)
-            crosses_hosts = is_full_graph and cut.hosts is not None and tensor_degree == 1
+            has_shares = is_full_graph and batches.num_parts < num_row_ranks
+            if has_shares:
+                assert shared is not None, "what ranks of shared parts own is counted in the graph"
+                cut = replace(cut, shares=shared(cut, ranks_by_load(part_loads(cut.parts), num_row_ranks)))
+            crosses_hosts = is_full_graph and not has_shares and cut.hosts is not None and tensor_degree == 1
             exchanges = list(_exchanges(batches.graph_parallel_degree, search, crosses_hosts=crosses_hosts))
+            if has_shares:
+                exchanges = [(Exchange.HALO, dict(_PLAIN_EXCHANGE))]
             plain_cut = replace(cut, hosts=None)
             for (exchange, choices), recompute, precision, reduction in itertools.product(
                 exchanges, search.recomputes, search.precisions, reductions
@@ -162,9 +174,8 @@ def _exchanges(
     Args:
         crosses_hosts: whether what hosts need of each other was counted, so that it may cross between them once.
     """
-    plain: dict[str, Any] = {"exchange_precision": None}
     if graph_parallel_degree == 1:
-        yield Exchange.NONE, plain
+        yield Exchange.NONE, dict(_PLAIN_EXCHANGE)
         return
     for exchange in search.exchanges:
         is_hierarchical = exchange is Exchange.HIERARCHICAL_HALO
@@ -210,8 +221,12 @@ class _Batches:
     num_prefetched: int = 0
 
 
-def _batches(num_ranks: int, search: SearchSpec, cluster: ClusterSpec) -> Iterator[_Batches]:
-    """Yield the batches that so many ranks may train on."""
+def _batches(num_ranks: int, search: SearchSpec, cluster: ClusterSpec, *, shares_heads: bool) -> Iterator[_Batches]:
+    """Yield the batches that so many ranks may train on.
+
+    Args:
+        shares_heads: other ranks hold the same rows with other heads, so that no part has ranks of its own for that.
+    """
     # A core that makes a batch does nothing else meanwhile.
     num_prefetched = PREFETCHED_BATCHES if cluster.device.kind is DeviceKind.CUDA else 0
     for kind in BatchKind:
@@ -222,6 +237,11 @@ def _batches(num_ranks: int, search: SearchSpec, cluster: ClusterSpec) -> Iterat
                 yield _Batches(
                     kind=kind, graph_parallel_degree=num_ranks, num_parts=num_ranks, parts_per_batch=num_ranks
                 )
+                for count in sorted(set(search.shared_part_counts), reverse=True):
+                    if count < num_ranks and not shares_heads:
+                        yield _Batches(
+                            kind=kind, graph_parallel_degree=num_ranks, num_parts=count, parts_per_batch=count
+                        )
             case BatchKind.SAMPLED:
                 yield _Batches(
                     kind=kind,

@@ -20,6 +20,7 @@ from simulator.specs.plan import (
     SampledLayer,
 )
 from simulator.specs.program import BATCH_KINDS, COLLECTIVES, UPDATES, Phase, Task, TaskKind, stream_of
+from simulator.specs.shares import PartShares
 from simulator.specs.units import GB, GIB, TERA, Dtype
 
 DEVICE_NAME = "made device"
@@ -344,15 +345,38 @@ def three_parts_on_two_hosts() -> PartitionSpec:
     return dataclasses.replace(cut, hosts=hosts)
 
 
+def two_parts_on_three_ranks() -> PartitionSpec:
+    """Return parts of 10 nodes, on rank 0, and of 20, on ranks 1 and 2 with 10 each.
+
+    Rank 0 sends 4 rows to the second part; ranks 1 and 2 send 1 and 2 to the first.
+    """
+    cut = made_partition(
+        [
+            made_part(10, [5, 7], [0, 3], edges_of_long_targets_from=[3, 5], edges_of_long_sources_from=[2, 4]),
+            made_part(20, [9, 2], [4, 0]),
+        ]
+    )
+    trained = [part.num_train_nodes for part in cut.parts]
+    shares = PartShares(
+        part_ranks=(1, 2),
+        num_nodes=(10, 10, 10),
+        num_train_nodes=(trained[0], trained[1], 0),
+        num_feature_entries=(0, 0, 0),
+        rows_to_parts=((0, 4), (1, 0), (2, 0)),
+    )
+    return dataclasses.replace(cut, shares=shares)
+
+
 def made_plan(partition: PartitionSpec, *, num_layers: int = 2, **fields: object) -> Plan:
     """Return a plan in fp32 with one rank for each part of a batch and a halo exchange, unless fields say otherwise."""
-    degree = fields.get("graph_parallel_degree", partition.num_parts)
+    ranks = partition.num_parts if partition.shares is None else partition.shares.num_ranks
+    degree = fields.get("graph_parallel_degree", ranks)
     exchange = Exchange.HALO if degree != 1 else Exchange.NONE
     defaults: dict[str, object] = {
         "data_parallel_degree": 1,
         "graph_parallel_degree": degree,
         "partition": partition,
-        "parts_per_batch": degree,
+        "parts_per_batch": degree if partition.shares is None else partition.num_parts,
         "exchange": (exchange,) * num_layers,
         "recompute": (Recompute.NONE,) * num_layers,
         "precision": Dtype.FLOAT32,

@@ -1,12 +1,14 @@
 """Plan files for tests and benchmarks, made from choices instead of a search."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from planner.neighbourhoods import expected_batches
 from planner.partition import partition_graph
+from planner.shares import part_shares
 from simulator.memory import peak_memory
 from simulator.readers.graphs import Graph
+from simulator.readers.partitions import read_partition
 from simulator.specs.cluster import ClusterSpec
 from simulator.specs.decision import PlanFile, Prediction
 from simulator.specs.files import write_plan
@@ -28,6 +30,7 @@ class Choices:
         num_parts: parts of the graph; 0 for a full graph with one part a rank.
         parts_per_batch: 0 for one part a rank of the graph group.
         fan_outs, seeds_per_batch: of sampled neighbourhoods; empty and 0 for batches of parts.
+        part_ranks: of a full graph, ranks that serve each part; empty for one each.
     """
 
     data_parallel_degree: int = 1
@@ -52,6 +55,7 @@ class Choices:
     exchange_payload: ExchangePayload = ExchangePayload.KEYS_AND_VALUES
     exchange_precision: Dtype | None = None
     exchange_chunk_bytes: int | None = None
+    part_ranks: tuple[int, ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -69,7 +73,7 @@ def plan_of(
     partition: PartitionSpec | None = None,
 ) -> Plan:
     """Return the plan; without a partition METIS's is taken, whose file goes to `folder`."""
-    num_parts = choices.num_parts or choices.graph_parallel_degree
+    num_parts = choices.num_parts or len(choices.part_ranks) or choices.graph_parallel_degree
     exchange = choices.exchange if choices.graph_parallel_degree > 1 else Exchange.NONE
     recompute = choices.recompute
     sampled = None
@@ -80,13 +84,19 @@ def plan_of(
             seeds_per_batch=choices.seeds_per_batch,
             data_parallel_degree=choices.data_parallel_degree,
         )
+    partition = partition or partition_graph(graph, num_parts, seed=seed, folder=folder)
+    if choices.part_ranks:
+        part_N = read_partition(partition, folder=folder, num_nodes=graph.num_nodes)
+        partition = replace(partition, shares=part_shares(graph, part_N, choices.part_ranks))
     return Plan(
         data_parallel_degree=choices.data_parallel_degree,
         graph_parallel_degree=choices.graph_parallel_degree,
         tensor_parallel_degree=choices.tensor_parallel_degree,
         shard_parameters=choices.shard_parameters,
-        partition=partition or partition_graph(graph, num_parts, seed=seed, folder=folder),
-        parts_per_batch=num_parts if sampled else choices.parts_per_batch or choices.graph_parallel_degree,
+        partition=partition,
+        parts_per_batch=num_parts
+        if sampled or choices.part_ranks
+        else choices.parts_per_batch or choices.graph_parallel_degree,
         exchange=exchange if isinstance(exchange, tuple) else (exchange,) * model.num_layers,
         recompute=recompute if isinstance(recompute, tuple) else (recompute,) * model.num_layers,
         precision=choices.precision,

@@ -49,6 +49,7 @@ from simulator.specs.program import (
 from simulator.specs.run import RunSpec
 from simulator.specs.sampling import NeighbourKind, NeighbourSpec
 from simulator.specs.search import BatchKind, SearchSpec
+from simulator.specs.shares import PartShares
 from simulator.specs.topology import HostLink, HostTopology, LinkFault, LinkKind, NetworkSpec, Straggler
 from simulator.specs.trace import Span, Trace, TraceOrigin
 from simulator.specs.train import TrainSpec
@@ -292,15 +293,18 @@ def searches_for(draw: st.DrawFn, num_layers: int = 2) -> SearchSpec:
     least_parts = 2 if BatchKind.ISOLATED_CLUSTERS in batches else 1
     parts_per_batch = draw(st.integers(least_parts, 4))
     is_sampled = BatchKind.SAMPLED in batches
+    exchanges = draw(_choices([exchange for exchange in Exchange if exchange != Exchange.NONE]))
+    may_share = BatchKind.FULL_GRAPH in batches and Exchange.HALO in exchanges
     return SearchSpec(
         num_ranks=draw(st.lists(st.integers(1, 32), unique=True, max_size=4).map(tuple)),
         batches=batches,
-        exchanges=draw(_choices([exchange for exchange in Exchange if exchange != Exchange.NONE])),
+        exchanges=exchanges,
         recomputes=draw(_choices(Recompute)),
         precisions=draw(_choices(Dtype)),
         gradient_bucket_bytes=draw(st.lists(st.integers(4, 2**30), min_size=1, max_size=3, unique=True).map(tuple)),
         overlap_gradients=draw(st.lists(st.booleans(), unique=True).map(tuple)),
         gradient_compressions=draw(st.lists(compressions, min_size=1, max_size=3).map(tuple)),
+        shared_part_counts=draw(st.lists(st.integers(2, 8), max_size=2).map(tuple)) if may_share else (),
         parts_per_replica=draw(st.integers(parts_per_batch, 8)),
         parts_per_batch=parts_per_batch,
         fan_outs=draw(st.tuples(*[_fan_outs] * num_layers)) if is_sampled else (),
@@ -396,7 +400,7 @@ def parts(draw: st.DrawFn, num_parts: int, index: int, min_nodes: int = 0) -> Pa
 
 
 @st.composite
-def partitions(draw: st.DrawFn, num_parts: int | None = None) -> PartitionSpec:
+def partitions(draw: st.DrawFn, num_parts: int | None = None, *, with_shares: bool = False) -> PartitionSpec:
     """Draw a cut into `num_parts` parts, or into any small number of them."""
     if num_parts is None:
         num_parts = draw(st.integers(1, 6))
@@ -410,6 +414,32 @@ def partitions(draw: st.DrawFn, num_parts: int | None = None) -> PartitionSpec:
         sha256=draw(sha256s),
         parts=drawn,
         hosts=draw(st.none() | host_rows_of(drawn)),
+        shares=draw(shares_of(drawn)) if with_shares else None,
+    )
+
+
+@st.composite
+def shares_of(draw: st.DrawFn, cut: tuple[PartSpec, ...]) -> PartShares:
+    """Draw how many ranks serve each part, and which of its rows each owns and sends to the other parts."""
+    part_ranks = draw(st.tuples(*[st.integers(1, 3)] * len(cut)))
+
+    def split(total: int, count: int) -> list[int]:
+        cuts = sorted(draw(st.lists(st.integers(0, total), min_size=count - 1, max_size=count - 1)))
+        return [end - first for first, end in itertools.pairwise([0, *cuts, total])]
+
+    nodes, trained, entries, rows_to = [], [], [], []
+    for index, (part, count) in enumerate(zip(cut, part_ranks, strict=True)):
+        nodes += split(part.num_nodes, count)
+        trained += split(part.num_train_nodes, count)
+        entries += split(part.num_feature_entries, count)
+        sent = [split(other.halo_rows_from[index], count) for other in cut]
+        rows_to += [tuple(rows[place] for rows in sent) for place in range(count)]
+    return PartShares(
+        part_ranks=part_ranks,
+        num_nodes=tuple(nodes),
+        num_train_nodes=tuple(trained),
+        num_feature_entries=tuple(entries),
+        rows_to_parts=tuple(rows_to),
     )
 
 
@@ -486,6 +516,25 @@ def plans_for(draw: st.DrawFn, num_layers: int | None = None) -> Plan:
 
 
 plans = plans_for()
+
+
+@st.composite
+def served_plans(draw: st.DrawFn, num_layers: int = 2) -> Plan:
+    """Draw a full graph some of whose parts may have several ranks."""
+    partition = draw(partitions(with_shares=True))
+    assert partition.shares is not None
+    return Plan(
+        data_parallel_degree=1,
+        graph_parallel_degree=partition.shares.num_ranks,
+        partition=partition,
+        parts_per_batch=partition.num_parts,
+        exchange=(Exchange.HALO,) * num_layers,
+        recompute=draw(st.tuples(*[st.sampled_from(Recompute)] * num_layers)),
+        precision=draw(st.sampled_from(Dtype)),
+        gradient_bucket_bytes=draw(st.integers(4, 2**30)),
+        overlap_gradients=draw(st.booleans()),
+        gradient_compression=draw(compressions),
+    )
 
 
 @st.composite

@@ -144,6 +144,8 @@ def plan_words(plan: Plan) -> str:
             f"halo {partition.halo_ratio:.0%} of the nodes, largest part {partition.edge_imbalance:.2f} x the mean "
             "in edges)"
         )
+    if plan.partition.shares is not None:
+        words.append(f"parts served by {', '.join(map(str, plan.part_ranks))} ranks, each with heads of its own")
     if plan.order.kind is not NodeOrder.NATURAL:
         words.append(f"node order {plan.order.kind.replace('_', '-')}")
     words.append(f"exchange {_by_layer(plan.exchange)}{_exchange_choices(plan)}")

@@ -28,6 +28,8 @@ class SearchSpec:
         tensor_parallel_degrees: numbers of ranks that share heads and feed-forward columns, to try where they share
             them evenly; empty for 1, and on GPUs every power of two up to the devices of a host.
         parameter_shardings: choices to try where several ranks hold other rows.
+        shared_part_counts: numbers of parts to cut the full graph into beside one a rank, tried where ranks are more;
+            the parts with most work are then served by several, each with heads of its own.
         batches, exchanges, recomputes, precisions: choices to try; a hierarchical exchange only on full graphs that
             several hosts share.
         exchange_overlaps, exchange_payloads: choices to try where rows of others travel.
@@ -49,6 +51,7 @@ class SearchSpec:
     num_ranks: tuple[int, ...] = ()
     tensor_parallel_degrees: tuple[int, ...] = ()
     parameter_shardings: tuple[ParameterSharding, ...] = (ParameterSharding.NONE,)
+    shared_part_counts: tuple[int, ...] = ()
     batches: tuple[BatchKind, ...] = (BatchKind.FULL_GRAPH,)
     exchanges: tuple[Exchange, ...] = (
         Exchange.HALO,
@@ -101,6 +104,13 @@ class SearchSpec:
             require(num_ranks >= 1, "num_ranks", "must hold numbers >= 1", num_ranks)
         for degree in self.tensor_parallel_degrees:
             require(degree >= 1, "tensor_parallel_degrees", "must hold numbers >= 1", degree)
+        for count in self.shared_part_counts:
+            require(count >= 2, "shared_part_counts", "must hold numbers >= 2: use head_all_to_all for one part", count)
+        if self.shared_part_counts:
+            rule = "must hold full_graph when shared_part_counts is not empty: batches of parts have one rank a part"
+            require(BatchKind.FULL_GRAPH in self.batches, "batches", rule, self.batches)
+            rule = "must hold halo when shared_part_counts is not empty: rows go between parts by it"
+            require(Exchange.HALO in self.exchanges, "exchanges", rule, self.exchanges)
         rule = "must not hold none: a single rank has nothing to exchange, and several must"
         require(Exchange.NONE not in self.exchanges, "exchanges", rule, "none")
 

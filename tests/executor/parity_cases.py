@@ -648,6 +648,7 @@ def _parts_of_several_ranks() -> dict[str, ParityCase]:
         "parts on 2 and 2 ranks": _served(2, 2, extras=True),
         "parts on 1 and 3 ranks, 4 heads": _served(1, 3, **extras),
         "parts on 3 and 1 ranks, 8 heads, ordered": _served(3, 1, num_heads=8, ordered=True),
+        "a part on 2 ranks, all extras": _served(2, ordered=True, **extras),
         "a part on 4 ranks": _served(4, cut="by node", extras=True),
         "parts on 2 and 2 ranks, shared out": _served(
             2, 2, shard_parameters=ParameterSharding.ZERO3, recompute=(KEEP, AGAIN)

@@ -67,6 +67,7 @@ PLANS = {
         recompute=(Recompute.LAYER, Recompute.NONE),
     ),
     "5 ranks, more than heads": Choices(graph_parallel_degree=5, exchange=HEADS),
+    "7 ranks, parts on 2, 3, 1 and 1": Choices(graph_parallel_degree=7, part_ranks=(2, 3, 1, 1)),
     "8 ranks, halo and heads, overlapped, bf16, buckets beside": Choices(
         graph_parallel_degree=8,
         exchange=(HALO, GATHER),

@@ -263,6 +263,24 @@ def test_rows_cross_between_hosts_once_where_their_link_is_slow(folder):
     assert found(folder, search=flat, cluster=cluster).plan.partition.hosts is None
 
 
+def test_parts_with_most_work_get_several_ranks_where_that_was_asked_for(folder):
+    search = SearchSpec(
+        num_ranks=(4,),
+        exchanges=(Exchange.HALO,),
+        exchange_overlaps=(False,),
+        exchange_payloads=(ExchangePayload.KEYS_AND_VALUES,),
+        recomputes=(Recompute.NONE,),
+        shared_part_counts=(2, 3),
+    )
+    file = found(folder, search=search, cluster=made_cluster(devices_per_host=4))
+    told = [description(file.plan), *(other.description for other in file.ranking)]
+    assert {text.partition("(")[2].partition(")")[0] for text in told} == {
+        "halo",
+        "halo, parts on 2+1+1 ranks",
+        "halo, parts on 2+2 ranks",
+    }
+
+
 # --- What else the file says.
 
 

@@ -20,9 +20,11 @@ from simulator.specs.plan import (
     SampledLayer,
 )
 from simulator.specs.search import BatchKind, SearchSpec
+from simulator.specs.shares import PartShares
 from simulator.specs.units import MIB, Dtype
 from tests.made import equal_parts, graph_of, made_cluster, made_model, three_parts_on_two_hosts
 
+CLUSTER = made_cluster(devices_per_host=4)
 FULL, CLUSTERS, ISOLATED, SAMPLED = BatchKind
 ONE_WAY: dict[str, Any] = {"exchange_overlaps": (False,), "exchange_payloads": (ExchangePayload.KEYS_AND_VALUES,)}
 ONE_CHOICE: dict[str, Any] = {
@@ -205,6 +207,36 @@ def test_a_hierarchical_exchange_is_tried_on_full_graphs_whose_hosts_were_counte
         Exchange.NONE,
         Exchange.HIERARCHICAL_HALO,
     }
+
+
+def test_fewer_parts_than_ranks_are_tried_where_they_were_asked_for():
+    asked = []
+
+    def shared(spec: PartitionSpec, part_ranks: tuple[int, ...]) -> PartShares:
+        asked.append((spec.num_parts, part_ranks))
+        count = sum(part_ranks)
+        parts = [part for part, ranks in enumerate(part_ranks) for _ in range(ranks)]
+        nodes = [spec.parts[part].num_nodes // part_ranks[part] for part in parts]
+        return PartShares(
+            part_ranks=part_ranks,
+            num_nodes=tuple(nodes),
+            num_train_nodes=(0,) * count,
+            num_feature_entries=(0,) * count,
+            rows_to_parts=((0,) * len(part_ranks),) * count,
+        )
+
+    def plans(**fields: Any) -> list[Plan]:
+        search = SearchSpec(num_ranks=(2, 4), **{"recomputes": (Recompute.NONE,), **fields})
+        return list(candidates(graph_of(cut(1)), made_model(num_heads=2), CLUSTER, search, cut, None, shared))
+
+    plain = plans()
+    assert asked == []
+    found = plans(shared_part_counts=(2, 3))
+    assert asked == [(3, (2, 1, 1)), (2, (2, 2))]
+    served = [plan for plan in found if plan.partition.shares is not None]
+    assert [plan for plan in found if plan.partition.shares is None] == plain
+    assert [(plan.num_ranks, plan.part_ranks) for plan in served] == [(4, (2, 1, 1)), (4, (2, 2))]
+    assert all(violations(plan, graph_of(cut(1)), made_model(num_heads=2), CLUSTER) == [] for plan in served)
 
 
 def test_one_rank_exchanges_nothing_whatever_exchanges_are_allowed():

@@ -6,7 +6,16 @@ import pytest
 from simulator.constraints import step_mode_of, training_violations, violations
 from simulator.specs.cluster import DeviceKind
 from simulator.specs.gradients import CompressionKind, GradientCompression
-from simulator.specs.plan import Exchange, ExchangePayload, ParameterSharding, Plan, Recompute, StepMode
+from simulator.specs.plan import (
+    Exchange,
+    ExchangePayload,
+    ParameterSharding,
+    PartitionSpec,
+    Plan,
+    Recompute,
+    StepMode,
+)
+from simulator.specs.shares import PartShares
 from simulator.specs.train import TrainSpec
 from simulator.specs.units import Dtype
 from tests.made import (
@@ -18,6 +27,7 @@ from tests.made import (
     made_sampled,
     made_sampled_plan,
     three_parts_on_two_hosts,
+    two_parts_on_three_ranks,
 )
 
 FOUR = equal_parts(4, num_nodes=400, num_edges=1600, halo_rows=10)
@@ -312,6 +322,85 @@ def test_heads_need_not_divide_by_ranks():
     plan = made_plan(partition, exchange=(Exchange.HEAD_ALL_TO_ALL,) * 2)
     cluster = made_cluster(devices_per_host=5)
     assert violations(plan, graph_of(partition), made_model(num_heads=4), cluster) == []
+
+
+# --- Parts on several ranks.
+
+SERVED = two_parts_on_three_ranks()
+WHERE = "when partition.shares gives parts (1, 2) ranks"
+
+
+def reasons_of_served(partition: PartitionSpec = SERVED, *, num_heads: int = 2, **fields: object) -> list[str]:
+    model = made_model(num_heads=num_heads, width=8)
+    return violations(made_plan(partition, **fields), graph_of(partition), model, CLUSTER)
+
+
+def test_a_part_may_have_as_many_ranks_as_there_are_heads():
+    assert reasons_of_served() == []
+    assert reasons_of_served(recompute=(Recompute.LAYER,) * 2, overlap_gradients=True, precision=Dtype.BFLOAT16) == []
+    assert reasons_of_served(num_heads=1) == [
+        "part 1 has 2 ranks, which must not exceed model.num_heads=1: each attends with heads of its own"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        (
+            {"graph_parallel_degree": 2},
+            f"plan.graph_parallel_degree=2 must be 3 {WHERE}: give each part its ranks, or plan again",
+        ),
+        (
+            {"parts_per_batch": 1},
+            f"plan.parts_per_batch=1 must be all 2 parts {WHERE}, and batches must not be sampled: which part of a "
+            "batch has most work differs from step to step",
+        ),
+        (
+            {"exchange": (Exchange.HALO, Exchange.ALL_GATHER)},
+            f"exchange[1] must be halo {WHERE}, got all_gather",
+        ),
+        (
+            {"overlap_exchange": True},
+            f"overlap_exchange must be false {WHERE}: attention begins once rows of all its ranks came",
+        ),
+        (
+            {"exchange_payload": ExchangePayload.ROWS},
+            f"exchange_payload must be keys_and_values {WHERE}, got rows: rows would travel with all heads",
+        ),
+        (
+            {"exchange_precision": Dtype.BFLOAT16},
+            f"exchange_precision must be left out {WHERE}, got bfloat16: keys and values travel at once, as they are",
+        ),
+        (
+            {"exchange_chunk_bytes": 2**20},
+            f"exchange_chunk_bytes must be left out {WHERE}, got 1048576: keys and values travel at once, as they are",
+        ),
+    ],
+)
+def test_a_part_on_several_ranks_has_a_plain_halo_of_the_full_graph(fields, sentence):
+    assert reasons_of_served(**fields) == [sentence]
+
+
+def test_heads_are_shared_out_by_all_ranks_or_part_by_part():
+    assert violations(
+        made_plan(SERVED, tensor_parallel_degree=2),
+        graph_of(SERVED),
+        made_model(width=8),
+        made_cluster(devices_per_host=6),
+    ) == [f"plan.tensor_parallel_degree=2 must be 1 {WHERE}: heads are shared out part by part; use one of both"]
+
+
+def test_shares_of_one_rank_a_part_have_no_effect():
+    shares = PartShares(
+        part_ranks=(1, 1),
+        num_nodes=(10, 20),
+        num_train_nodes=(0, 0),
+        num_feature_entries=(0, 0),
+        rows_to_parts=((0, 4), (3, 0)),
+    )
+    assert reasons_of_served(dataclasses.replace(SERVED, shares=shares)) == [
+        "partition.shares must be left out when partition.shares gives parts (1, 1) ranks: no part has several"
+    ]
 
 
 # --- Hosts.

@@ -25,8 +25,9 @@ from tests.made import (
     made_partition,
     made_plan,
     three_parts_on_two_hosts,
+    two_parts_on_three_ranks,
 )
-from tests.strategies import models, partitions
+from tests.strategies import models, partitions, served_plans
 
 CPU = made_cluster()
 HALO, GATHER, HEADS = Exchange.HALO, Exchange.ALL_GATHER, Exchange.HEAD_ALL_TO_ALL
@@ -98,6 +99,67 @@ def test_an_overlapped_halo_by_hand():
         ("pack.backward", TaskKind.HALO_PACK, (0, 4, 16)),
         ("key_value.backward", TaskKind.PROJECTION, (10, 8, 16)),
     ]
+
+
+def test_a_rank_that_serves_a_part_with_another_by_hand():
+    # It has 10 of 20 rows and 1 of 2 heads. Own rows have 20 heads in all; 1 row goes to rank 0 with both heads. Of
+    # keys and values a head of a row is 32 bytes, of queries and outputs 16. It attends to 10 own rows, 4 of rank 0 and
+    # 10 of rank 2.
+    plan = made_plan(two_parts_on_three_ranks(), num_layers=1)
+    attention = (20, 24, 11, 0, 0, 1, 4)
+    assert attention_of(plan, rank=1) == [
+        ("query_key_value", TaskKind.PROJECTION, (10, 8, 24)),
+        ("query_pack", TaskKind.COPY_ROWS, (10, 8)),
+        ("query_exchange", TaskKind.ALL_TO_ALL, (0, 160)),
+        ("pack", TaskKind.HALO_PACK, (20, 2, 8)),
+        ("exchange", TaskKind.ALL_TO_ALL, (64, 0, 320)),
+        ("attention", TaskKind.ATTENTION, attention),
+        ("exchange_back", TaskKind.ALL_TO_ALL, (0, 160)),
+        ("unpack", TaskKind.COPY_ROWS, (10, 8)),
+        ("unpack.backward", TaskKind.COPY_ROWS, (10, 8)),
+        ("exchange_back.backward", TaskKind.ALL_TO_ALL, (0, 160)),
+        ("attention.backward", TaskKind.ATTENTION, attention),
+        ("exchange.backward", TaskKind.ALL_TO_ALL, (128, 0, 320)),
+        ("pack.backward", TaskKind.HALO_PACK, (20, 2, 8)),
+        ("query_exchange.backward", TaskKind.ALL_TO_ALL, (0, 160)),
+        ("query_pack.backward", TaskKind.COPY_ROWS, (10, 8)),
+        ("query_key_value.backward", TaskKind.PROJECTION, (10, 8, 24)),
+    ]
+    groups = {task.name: task.group for task in tasks_of(plan, rank=1) if task.kind is TaskKind.ALL_TO_ALL}
+    assert groups["layer0.query_exchange"] == groups["layer0.exchange_back.backward"] == (1, 2)
+    assert groups["layer0.exchange"] == (0, 1, 2)
+
+
+def test_beside_it_a_rank_that_serves_its_part_alone_has_a_halo_exchange_by_hand():
+    # 4 rows go to either rank of the other part with a head each, 8 heads of rows; gradients of own rows stay.
+    plan = made_plan(two_parts_on_three_ranks(), num_layers=1)
+    attention = (10, 13, 12, 8, 6, 2, 4)
+    assert attention_of(plan, rank=0) == [
+        ("query_key_value", TaskKind.PROJECTION, (10, 8, 24)),
+        ("pack", TaskKind.HALO_PACK, (20, 8, 8)),
+        ("exchange", TaskKind.ALL_TO_ALL, (0, 128, 128)),
+        ("attention", TaskKind.ATTENTION, attention),
+        ("attention.backward", TaskKind.ATTENTION, attention),
+        ("exchange.backward", TaskKind.ALL_TO_ALL, (0, 64, 128)),
+        ("pack.backward", TaskKind.HALO_PACK, (0, 8, 8)),
+        ("query_key_value.backward", TaskKind.PROJECTION, (10, 8, 24)),
+    ]
+
+
+@given(plan=served_plans(1), num_heads=st.integers(3, 6))
+def test_ranks_of_a_part_attend_with_every_head_over_all_its_edges(plan, num_heads):
+    model = made_model(width=4 * num_heads, num_heads=num_heads, num_layers=1)
+    shares = plan.partition.shares
+    shapes = [
+        next(task.shape for task in tasks if task.kind is TaskKind.ATTENTION)
+        for tasks in lower(plan, graph_of(plan.partition), model, CPU).tasks
+    ]
+    for index, part in enumerate(plan.partition.parts):
+        mine = [shapes[rank] for rank in shares.ranks_of(index)]
+        assert sum(shape[5] for shape in mine) == num_heads
+        assert {(shape[0], shape[1], shape[2]) for shape in mine} == {
+            (part.num_nodes, part.num_nodes + part.num_halo_rows, part.num_edges)
+        }
 
 
 def test_an_overlapped_all_gather_takes_own_rows_from_where_they_were_made_by_hand():

@@ -17,7 +17,7 @@ from simulator.specs.program import Program, Stream, Task, TaskKind
 from simulator.specs.units import Dtype
 from simulator.workload import lower, rank_work
 from tests.made import equal_parts, graph_of, made_cluster, made_model, made_plan, made_task, three_parts_on_two_hosts
-from tests.strategies import plans_for, sampled_plans
+from tests.strategies import plans_for, sampled_plans, served_plans
 
 MODEL = made_model(width=24, num_heads=3)
 # About this many messages carry the rows of the largest pair of ranks.
@@ -34,8 +34,9 @@ def lowered(plan: Plan, model: ModelSpec = MODEL, *, step: int = 0) -> Program:
 @st.composite
 def chosen_plans(draw) -> Plan:
     """Draw a plan that ranks could run, its messages cut into chunks at times."""
-    plan: Plan = draw(plans_for(MODEL.num_layers) | sampled_plans())
-    if draw(st.booleans()) and Exchange.HIERARCHICAL_HALO not in plan.exchange:
+    plan: Plan = draw(plans_for(MODEL.num_layers) | sampled_plans() | served_plans(MODEL.num_layers))
+    has_chunks = Exchange.HIERARCHICAL_HALO not in plan.exchange and plan.partition.shares is None
+    if draw(st.booleans()) and has_chunks:
         most_rows = max(max(work.group.max_pair_rows, max(work.group.rows_by_rank)) for work in works_of(plan))
         rows = -(-max(most_rows, 1) // draw(st.integers(1, MOST_MESSAGES)))
         row_bytes = 3 * MODEL.width * 4 * max(plan.graph_parallel_degree - 1, 1)

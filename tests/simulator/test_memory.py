@@ -24,6 +24,7 @@ from tests.made import (
     made_sampled,
     made_sampled_plan,
     three_parts_on_two_hosts,
+    two_parts_on_three_ranks,
 )
 from tests.strategies import models, plans
 
@@ -472,6 +473,27 @@ def test_a_hierarchical_exchange_keeps_what_came_first_until_it_was_passed_on():
     flat = dataclasses.replace(plan, exchange=(Exchange.HALO,) * 2)
     for name in ("activations", "workspace"):
         assert [memory[name] for memory in memory_of(plan)] == [memory[name] for memory in memory_of(flat)]
+
+
+def test_a_rank_that_serves_a_part_with_another_holds_its_rows_and_its_heads_of_all_rows_by_hand():
+    # 10 of 20 rows and 1 of 2 heads of 4 columns, 24 rows of keys and values.
+    model = made_model(width=8, num_heads=2, num_layers=1, feed_forward_width=6)
+    plan = made_plan(two_parts_on_three_ranks(), num_layers=1)
+    alone, first, second = memory_of(plan, model)
+    # The message of keys and values: all own rows with the other's head, and one with both; 8 numbers each.
+    assert first["messages"] == (10 + 2) * 8 * 4
+    assert second["messages"] == (10 + 2 * 2) * 8 * 4
+    assert first["workspace"] == (20 + 2 * 24) * 4 * 4 + 2 * 20 * 4
+    rows = 10 * (4 * 8 + 8 + 2 * 6)  # what norms, sums and products keep
+    attention = (20 + 2 * 24) * 4 + 20 + 20 * 4  # queries, keys and values; log sums; outputs of the own head
+    rest = first["activations"] - 4 * (rows + attention)
+    # The first has all of the part's labels and the second none.
+    assert rest - (second["activations"] - 4 * (rows + attention)) == 3 * 20 * model_classes(plan) * 4
+    assert alone["messages"] == 2 * 4 * 8 * 4
+
+
+def model_classes(plan: Plan) -> int:
+    return graph_of(plan.partition).num_classes
 
 
 def test_ranks_that_share_heads_and_columns_hold_their_share_of_parameters_and_activations():
