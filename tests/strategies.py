@@ -421,7 +421,7 @@ def partitions(draw: st.DrawFn, num_parts: int | None = None, *, with_shares: bo
 @st.composite
 def shares_of(draw: st.DrawFn, cut: tuple[PartSpec, ...]) -> PartShares:
     """Draw how many ranks serve each part, and which of its rows each owns and sends to the other parts."""
-    part_ranks = draw(st.tuples(*[st.integers(1, 3)] * len(cut)))
+    part_ranks = draw(st.tuples(*[st.integers(1, 3)] * len(cut)).filter(lambda counts: max(counts) > 1))
 
     def split(total: int, count: int) -> list[int]:
         cuts = sorted(draw(st.lists(st.integers(0, total), min_size=count - 1, max_size=count - 1)))

@@ -46,7 +46,7 @@ def test_what_ranks_own_is_counted_in_the_graph():
     edges = [(3, 0), (4, 0), (5, 1), (0, 3), (0, 6), (2, 6), (3, 6), (4, 5)]
     graph = graph_of(edges, 7, train_mask_N=np.array([1, 0, 0, 1, 1, 0, 1], dtype=np.bool_))
     part_N = np.array([0, 0, 0, 1, 1, 1, 1], dtype=np.int32)
-    sources = [set(), set()]
+    sources: list[set[int]] = [set(), set()]
     for source, target in zip(graph.source_E.tolist(), graph.target_E.tolist(), strict=True):
         sources[part_N[target]].add(source)
     assert part_shares(graph, part_N, (1, 2)) == PartShares(

@@ -330,7 +330,7 @@ SERVED = two_parts_on_three_ranks()
 WHERE = "when partition.shares gives parts (1, 2) ranks"
 
 
-def reasons_of_served(partition: PartitionSpec = SERVED, *, num_heads: int = 2, **fields: object) -> list[str]:
+def reasons_of_served(partition: PartitionSpec = SERVED, *, num_heads: int = 2, **fields: Any) -> list[str]:
     model = made_model(num_heads=num_heads, width=8)
     return violations(made_plan(partition, **fields), graph_of(partition), model, CLUSTER)
 
@@ -369,7 +369,7 @@ def test_a_part_may_have_as_many_ranks_as_there_are_heads():
         ),
         (
             {"exchange_precision": Dtype.BFLOAT16},
-            f"exchange_precision must be left out {WHERE}, got bfloat16: keys and values travel at once, as they are",
+            f"exchange_precision must be left out {WHERE}, got bf16: keys and values travel at once, as they are",
         ),
         (
             {"exchange_chunk_bytes": 2**20},

@@ -486,14 +486,11 @@ def test_a_rank_that_serves_a_part_with_another_holds_its_rows_and_its_heads_of_
     assert first["workspace"] == (20 + 2 * 24) * 4 * 4 + 2 * 20 * 4
     rows = 10 * (4 * 8 + 8 + 2 * 6)  # what norms, sums and products keep
     attention = (20 + 2 * 24) * 4 + 20 + 20 * 4  # queries, keys and values; log sums; outputs of the own head
-    rest = first["activations"] - 4 * (rows + attention)
-    # The first has all of the part's labels and the second none.
-    assert rest - (second["activations"] - 4 * (rows + attention)) == 3 * 20 * model_classes(plan) * 4
+    head = 10 * (2 * 8 + 5)  # norms and logits of 5 classes
+    assert second["activations"] == 4 * (rows + attention + head)
+    # The first has the part's labels, 10, and the second none.
+    assert first["activations"] == 4 * (rows + attention + head + 3 * 10 * 5)
     assert alone["messages"] == 2 * 4 * 8 * 4
-
-
-def model_classes(plan: Plan) -> int:
-    return graph_of(plan.partition).num_classes
 
 
 def test_ranks_that_share_heads_and_columns_hold_their_share_of_parameters_and_activations():
