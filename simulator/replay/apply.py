@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from simulator.errors import SpecError
+from simulator.replay.attained import MeasuredShapes, attained_memory_ratio
 from simulator.replay.changes import Change, Overlap
 from simulator.replay.devices import cluster_of, device_called
 from simulator.replay.links import RankPieces
@@ -70,14 +71,24 @@ class _Applying:
                 "not known: name its cluster with --cluster"
             )
         edges = change.edges or (None, None)
-        self.old = Setting(device=device, num_edges=edges[0])
-        self.new = Setting(device=change.device or device, sizes=change.sizes, num_edges=edges[1], dtype=change.dtype)
+        attained = attained_memory_ratio(self.run.ranks, device)
+        self.old = Setting(device=device, num_edges=edges[0], memory_ratio=attained)
+        self.new = replace(
+            self.old,
+            device=change.device or device,
+            sizes=change.sizes,
+            num_edges=edges[1],
+            dtype=change.dtype,
+        )
 
     def rank(self, rank: RankPieces) -> RankPieces:
         """Return a rank's pieces with their seconds after the change."""
-        return replace(rank, pieces=tuple(replace(p, duration_seconds=self._seconds(p, rank)) for p in rank.pieces))
+        measured = MeasuredShapes(rank) if self.new == replace(self.old, sizes=self.new.sizes) else None
+        return replace(
+            rank, pieces=tuple(replace(p, duration_seconds=self._seconds(p, rank, measured)) for p in rank.pieces)
+        )
 
-    def _seconds(self, piece: Piece, rank: RankPieces) -> float:
+    def _seconds(self, piece: Piece, rank: RankPieces, measured: MeasuredShapes | None) -> float:
         seconds, operation = piece.duration_seconds, piece.operation
         if piece.kind is PieceKind.HOST:
             return seconds / self.change.host_factor
@@ -91,6 +102,11 @@ class _Applying:
         if self.old != self.new and operation.kind is not KernelKind.COPY:
             self.num_kernels += 1
             operator = None if operation.operator is None else rank.operators[operation.operator]
+            ratio = None
+            if measured is not None and operator is not None:
+                ratio = measured.ratio(piece, operator.shapes, dict(self.new.sizes))
+            if ratio is not None:
+                return seconds * ratio / factor
             scaled = scaled_seconds(operation, operator, seconds, old=self.old, new=self.new)
             self.unscaled += scaled is None
             seconds = seconds if scaled is None else scaled
