@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from simulator.errors import SpecError
 from simulator.replay.attained import MeasuredShapes, attained_memory_ratio
+from simulator.replay.casts import with_precision
 from simulator.replay.changes import Change, Overlap
 from simulator.replay.devices import cluster_of, device_called
 from simulator.replay.links import RankPieces
@@ -43,6 +44,7 @@ def apply_change(run: Run, change: Change, recorded_on: ClusterSpec | None = Non
     if change.without_straggler:
         ranks = _without_straggler(ranks, meetings)
     ranks = [applying.rank(rank) for rank in ranks]
+    ranks, meetings = applying.in_precision(ranks, meetings)
     meetings = [replace(one, cost_seconds=applying.message(one.message, one.cost_seconds)) for one in meetings]
     if change.all_reduce_bytes:
         ranks, meetings = _with_all_reduces(ranks, meetings, applying.all_reduce())
@@ -111,6 +113,14 @@ class _Applying:
             self.unscaled += scaled is None
             seconds = seconds if scaled is None else scaled
         return seconds / factor
+
+    def in_precision(
+        self, ranks: Sequence[RankPieces], meetings: Sequence[Meeting]
+    ) -> tuple[list[RankPieces], list[Meeting]]:
+        """Return ranks with the casts that come, or without the time of those that go, with another number format."""
+        found = [with_precision(rank, self.new) for rank in ranks]
+        new_index = [index for _, index in found]
+        return [rank for rank, _ in found], [_renumbered(meeting, new_index) for meeting in meetings]
 
     def message(self, message: Message, cost_seconds: float) -> float:
         """Return a collective's seconds after the change, without waiting."""
@@ -288,11 +298,12 @@ def _overlapped(
         pieces, new_index = reordered(rank.pieces, needed, wished)
         index_of.append(new_index)
         found.append(replace(rank, pieces=pieces, boundaries=tuple(new_index[index] for index in rank.boundaries)))
-    moved = [
-        replace(meeting, members=tuple((place, index_of[place][index]) for place, index in meeting.members))
-        for meeting in meetings
-    ]
-    return found, moved
+    return found, [_renumbered(meeting, index_of) for meeting in meetings]
+
+
+def _renumbered(meeting: Meeting, new_index: Sequence[Sequence[int]]) -> Meeting:
+    """Return a meeting whose members have other indices, by rank."""
+    return replace(meeting, members=tuple((place, new_index[place][index]) for place, index in meeting.members))
 
 
 def _one_after_another(pieces: Sequence[Piece], messages: set[int]) -> dict[int, set[int]]:
