@@ -12,8 +12,8 @@ from simulator.specs.recording import KernelKind, Operator
 
 # A kernel that moves so many times what the cache holds finds hardly anything in it.
 _CACHES = 2.0
-# Times of kernels of one operator in one shape that lie further apart than this have another reason than the shape, such
-# as another dimension that is summed over.
+# Times of kernels of one operator in one shape that lie further apart than this have another reason than the shape,
+# such as another dimension that is summed over.
 _ALIKE_RATIO = 1.25
 
 _Key = tuple[str, KernelKind, bool, int, tuple[str, ...]]
@@ -21,9 +21,9 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 def attained_memory_ratio(ranks: Sequence[RankPieces], device: DeviceSpec | None) -> float:
-    """Return the largest share of the memory's rate, by the data sheet, that kernels of elements attain; 1 if none tells.
+    """Return the largest share of the memory's rate that kernels of elements attain; 1 if none tells.
 
-    These read each number once and write each once, so what they move is known.
+    The rate is the data sheet's. These kernels read each number once and write each once, so what they move is known.
     """
     if device is None:
         return 1.0
@@ -54,7 +54,7 @@ class MeasuredShapes:
         self._medians = {key: _medians(by_shapes) for key, by_shapes in found.items()}
 
     def ratio(self, piece: Piece, shapes: Shapes, sizes: Mapping[int, int]) -> float | None:
-        """Return the measured ratio of times in shapes with other lengths and in these; None where one was not measured."""
+        """Return the measured ratio of times in shapes with other lengths and in these; None without both."""
         new_shapes = tuple(tuple(sizes.get(length, length) for length in shape) for shape in shapes)
         medians = self._medians.get(self._key_of.get(id(piece), ("", KernelKind.OTHER, False, 0, ())), {})
         if new_shapes == shapes or shapes not in medians or new_shapes not in medians:
@@ -80,7 +80,8 @@ def _keyed(rank: RankPieces) -> Iterator[tuple[Piece, Operator, _Key]]:
     """Yield kernels with what they have in common in other shapes: operator, kind, place in the operator, formats."""
     places: Counter[tuple[int, KernelKind, bool]] = Counter()
     for piece, operator in sorted(_with_operators(rank), key=lambda item: item[0].order):
-        assert piece.operation is not None and piece.operation.operator is not None
+        assert piece.operation is not None
+        assert piece.operation.operator is not None
         kind, is_sum = piece.operation.kind, is_split_sum(piece.name)
         place = (piece.operation.operator, kind, is_sum)
         if any(operator.shapes):

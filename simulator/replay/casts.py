@@ -1,8 +1,9 @@
-"""Casts of mixed precision: parameters stay in fp32, and are cast where they are used, as their gradients are cast back.
+"""Casts of mixed precision: parameters stay in fp32 and are cast where they are used; their gradients are cast back.
 
 A recording in fp32 has none of these kernels, and the host's time for them can be most of what lower precision costs
 where launches bound the step. Which parameters there are is told by autograd, which names each gradient that it
-accumulates with its shape; the host's time of a cast is that of as many operators of the same thread. Left out: casts of activations, as of logits for a loss in fp32, and what libraries launch beside products in 16 bits.
+accumulates with its shape; the host's time of a cast is that of as many operators of the same thread. Left out: casts
+of activations, as of logits for a loss in fp32, and what libraries launch beside products in 16 bits.
 """
 
 from collections import Counter, defaultdict
@@ -63,9 +64,7 @@ def with_precision(rank: RankPieces, setting: Setting) -> tuple[RankPieces, list
 
 def gradients(operators: Sequence[Operator]) -> list[Operator]:
     """Return what autograd accumulates in fp32, with the shape of each parameter."""
-    return [
-        one for one in operators if one.name == _GRADIENT and one.shapes and not any(map(_is_narrow, one.dtypes))
-    ]
+    return [one for one in operators if one.name == _GRADIENT and one.shapes and not any(map(_is_narrow, one.dtypes))]
 
 
 def _launched(rank: RankPieces) -> Iterator[_Launched]:

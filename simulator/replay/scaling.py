@@ -38,7 +38,13 @@ _GATHERS = frozenset({KernelKind.ATTENTION, KernelKind.GATHER_SCATTER})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What an operator asks of a device: floating-point operations, bytes read and written, rows of its largest input."""
+    """What an operator asks of a device.
+
+    Attributes:
+        flops: floating-point operations.
+        num_bytes: read and written.
+        num_rows: of its largest input.
+    """
 
     flops: float
     num_bytes: float
@@ -93,7 +99,8 @@ def scaled_seconds(
 def _by_rows_seconds(seconds: float, before: Work, after: Work, old: Setting, new: Setting) -> float:
     """Return what bytes take, and the rest by rows; on another device the rest follows the memory too."""
     old_rate, new_rate = old.memory_bytes_per_second, new.memory_bytes_per_second
-    assert old_rate is not None and new_rate is not None
+    assert old_rate is not None
+    assert new_rate is not None
     moving = min(before.num_bytes / old_rate, seconds)
     rest = (seconds - moving) * after.num_rows / before.num_rows
     return moving * (after.num_bytes / new_rate) / (before.num_bytes / old_rate) + rest * _memory_ratio(old, new)
