@@ -200,17 +200,25 @@ class PairResult:
 
     Attributes:
         predicted_seconds, recorded_seconds: of a step, medians over steps.
+        predicted_work_seconds, recorded_work_seconds: of a step, sum of a rank's kernels, collectives left out.
         left_out: why it says nothing of the prediction; empty if it does.
     """
 
     predicted_seconds: float
     recorded_seconds: float
+    predicted_work_seconds: float
+    recorded_work_seconds: float
     left_out: str = ""
 
     @property
     def error_ratio(self) -> float:
         """Predicted against recorded."""
         return self.predicted_seconds / self.recorded_seconds - 1
+
+    @property
+    def work_error_ratio(self) -> float:
+        """The device's work predicted against recorded."""
+        return self.predicted_work_seconds / self.recorded_work_seconds - 1 if self.recorded_work_seconds else 0.0
 
 
 def predict_pairs(folder: Path) -> dict[str, PairResult]:
@@ -224,11 +232,13 @@ def predict_pairs(folder: Path) -> dict[str, PairResult]:
         if source not in known or target not in known:
             continue
         change = parse_change(change_between(known[source], known[target]))
-        predicted = [_changed_seconds(run, change) for run in runs[source]]
+        changed = [_changed(run, change) for run in runs[source]]
         making = [f"{name} {100 * shares[name]:.0f} %" for name in (source, target) if shares[name] > MAX_BATCH_RATIO]
         found[f"{source} to {target}"] = PairResult(
-            predicted_seconds=statistics.median(predicted),
+            predicted_seconds=statistics.median(replay(run).step_seconds for run in changed),
             recorded_seconds=statistics.median(run.recorded_step_seconds for run in runs[target]),
+            predicted_work_seconds=statistics.median(map(_work_seconds, changed)),
+            recorded_work_seconds=statistics.median(map(_work_seconds, runs[target])),
             left_out=f"the host makes the batch within the step, which takes so much of it: {', '.join(making)}"
             if making
             else "",
@@ -236,9 +246,16 @@ def predict_pairs(folder: Path) -> dict[str, PairResult]:
     return found
 
 
-def _changed_seconds(run: Run, change: Change) -> float:
+def _changed(run: Run, change: Change) -> Run:
     recorded_on = None if run.device_name else BUILT_IN_CLUSTERS["h200x8"]
-    return replay(apply_change(run, change, recorded_on).run).step_seconds
+    return apply_change(run, change, recorded_on).run
+
+
+def _work_seconds(run: Run) -> float:
+    """Return the sum of a rank's kernels in a step, collectives left out: what neither hosts nor other ranks change."""
+    operations = [(p.duration_seconds, p.operation) for rank in run.ranks for p in rank.pieces]
+    own = [seconds for seconds, operation in operations if operation is not None and operation.message is None]
+    return sum(own) / len(run.ranks) / run.num_steps
 
 
 def batch_share(recordings: Sequence[Recording]) -> float:
@@ -273,6 +290,9 @@ def figures_of_pairs(results: Mapping[str, PairResult]) -> list[Figure]:
     figures = [
         _figure(f"{name}: step{' (left out of the mean)' if one.left_out else ''}", 100 * abs(one.error_ratio), None)
         for name, one in results.items()
+    ]
+    figures += [
+        _figure(f"{name}: work of the device", 100 * abs(one.work_error_ratio), None) for name, one in results.items()
     ]
     counted = [abs(one.error_ratio) for one in results.values() if not one.left_out]
     if counted:

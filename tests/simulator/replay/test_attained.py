@@ -1,5 +1,7 @@
 """What a recording tells of its device and of other shapes, by hand."""
 
+from typing import Any
+
 import pytest
 
 from simulator.replay.apply import apply_change
@@ -17,7 +19,8 @@ def trace_of(*kernels: tuple[str, str, list[list[int]], float]) -> MadeTrace:
     trace = MadeTrace()
     at = 10.0
     for name, kernel, shapes, length in kernels:
-        trace.operator(name, at, 9, **{"Input Dims": shapes, "Input type": ["float"] * len(shapes)})
+        inputs: dict[str, Any] = {"Input Dims": shapes, "Input type": ["float"] * len(shapes)}
+        trace.operator(name, at, 9, **inputs)
         trace.kernel(kernel, launch=at + 1, ts=at + 8, dur=length)
         at += length + 20
     trace.step(0, 0, at)
