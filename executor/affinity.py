@@ -18,7 +18,8 @@ def pinned(cores: Sequence[int] | None) -> Iterator[None]:
     """Keep all threads of this process, and those that they start, to some cores; afterwards to those of before.
 
     torch then works in no more threads than there are cores: threads that wait for one another on too few of them cost
-    whole slices of the scheduler's time (14 ms for a copy of 0.6 MB: traces/replay_h200x2_202611).
+    whole slices of the scheduler's time (the likely cause of 7 to 22 ms for copies of 0.4 MB and more in
+    traces/replay_h200x2_202611).
 
     Args:
         cores: None changes nothing.

@@ -6,7 +6,9 @@ accumulates with its shape; the host's time of a cast is that of as many operato
 of activations, as of logits for a loss in fp32, and what libraries launch beside products in 16 bits.
 """
 
-from collections import Counter, defaultdict
+import bisect
+import statistics
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -134,18 +136,25 @@ def _either_way(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _host_seconds(rank: RankPieces, launched: Sequence[_Launched]) -> dict[str, float]:
-    """Return the time of the host for a cast, by thread: of its operators, each as long as the thread's on average."""
-    threads = {rank.pieces[one.host].stream: one.operator.thread for one in launched if one.host is not None}
-    begin = min((one.operator.start_seconds for one in launched), default=0.0)
-    end = max((one.operator.start_seconds for one in launched), default=0.0)
-    counts = Counter(
-        one.thread for one in rank.operators if not one.is_annotation and begin <= one.start_seconds <= end
-    )
-    busy: dict[str, float] = defaultdict(float)
-    for piece in rank.pieces:
-        if piece.kind is PieceKind.HOST:
-            busy[piece.stream] += piece.duration_seconds
-    return {stream: _OPERATORS_OF_A_CAST * busy[stream] / counts[thread] for stream, thread in threads.items()}
+    """Return the time of the host for a cast, by thread: of its operators, each as long as usual on the thread.
+
+    What is usual is the median, over launches, of the host's time since the one before it by the operators begun in it:
+    where a thread does something else in between, as to make a batch, that is no part of an operator.
+    """
+    starts: dict[str, list[float]] = defaultdict(list)
+    for operator in rank.operators:
+        if not operator.is_annotation:
+            starts[operator.thread].append(operator.start_seconds)
+    by_host = {one.host: one.operator for one in launched if one.host is not None}
+    found: dict[str, list[float]] = defaultdict(list)
+    previous: dict[str, int] = {}
+    for index in sorted(by_host):  # in the order of each thread
+        stream, operator = rank.pieces[index].stream, by_host[index]
+        begun = bisect.bisect_right(starts[operator.thread], operator.start_seconds)
+        if stream in previous and begun > previous[stream]:
+            found[stream].append(rank.pieces[index].duration_seconds / (begun - previous[stream]))
+        previous[stream] = begun
+    return {stream: _OPERATORS_OF_A_CAST * statistics.median(seconds) for stream, seconds in found.items()}
 
 
 def _cast(

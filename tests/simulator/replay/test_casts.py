@@ -19,11 +19,13 @@ ROWS = 1_000_000
 
 
 def training() -> MadeTrace:
-    """A linear layer, the gradient of its weight, and an update."""
+    """A linear layer with its activation, and the gradient of its weight."""
     trace = MadeTrace()
     trace.step(0, 0, 500)
     trace.operator("aten::addmm", 10, 20, **dims([128], [ROWS, 64], [64, 128]))
     trace.kernel("gemm", launch=20, ts=30, dur=100)
+    trace.operator("aten::gelu", 32, 15, **dims([ROWS, 128]))
+    trace.kernel("activation", launch=40, ts=131, dur=10)
     trace.operator("aten::mm", 150, 20, AUTOGRAD, **dims([128, ROWS], [ROWS, 64]))
     trace.kernel("gemm", launch=160, ts=170, dur=100, tid=AUTOGRAD)
     trace.operator("torch::autograd::AccumulateGrad", 200, 30, AUTOGRAD, **dims([128, 64]))
@@ -46,7 +48,7 @@ def test_a_parameter_is_cast_where_it_is_used_and_its_gradient_cast_back(tmp_pat
     changed = apply_change(run, parse_change("precision=bf16")).run
     pieces = changed.ranks[0].pieces
     # The weight before the layer's kernel, its gradient before it is added to what there is; the bias has no gradient.
-    assert names(pieces, "gemm") == ["cast", "gemm", "gemm", "cast", "elementwise_kernel"]
+    assert names(pieces, "gemm") == ["cast", "gemm", "activation", "gemm", "cast", "elementwise_kernel"]
     launches = [piece for piece in pieces if piece.name == "launch of a cast"]
     assert len({piece.stream for piece in launches}) == 2
     for piece in pieces:
@@ -57,13 +59,25 @@ def test_a_parameter_is_cast_where_it_is_used_and_its_gradient_cast_back(tmp_pat
     assert replay(changed).step_seconds > 0
 
 
-def test_a_cast_takes_the_host_as_long_as_four_operators(tmp_path):
-    run = run_of(tmp_path, training())
+def launch_seconds(run) -> dict[str, float]:
     pieces = apply_change(run, parse_change("precision=bf16")).run.ranks[0].pieces
-    launch = next(piece for piece in pieces if piece.name == "launch of a cast")
-    host = sum(one.duration_seconds for one in run.ranks[0].pieces if one.kind is PieceKind.HOST and
-               one.stream == launch.stream)  # fmt: skip
-    assert launch.duration_seconds == pytest.approx(4 * host)  # of one operator on that thread
+    return {piece.stream: piece.duration_seconds for piece in pieces if piece.name == "launch of a cast"}
+
+
+def test_a_cast_takes_the_host_as_long_as_four_operators(tmp_path):
+    # 20 us between launches that return at 25 and 45, one operator begun in them; 50 us on autograd's thread, two begun.
+    found = sorted(launch_seconds(run_of(tmp_path, training())).values())
+    assert found == pytest.approx([4 * 20 * US, 4 * 25 * US])
+
+
+def test_other_work_of_the_host_is_no_part_of_a_cast(tmp_path):
+    trace = training()
+    for number, launch in enumerate((60, 5000)):  # 20 us after the last launch, as usual; then much later
+        trace.operator("aten::gelu", launch - 8, 15, **dims([ROWS, 128]))
+        trace.kernel("activation", launch=launch, ts=launch + 300, dur=10, stream=8 + number)
+    trace.events[0]["dur"] = 6000
+    found = sorted(launch_seconds(run_of(tmp_path, trace)).values())
+    assert found == pytest.approx([4 * 20 * US, 4 * 25 * US])
 
 
 def test_casts_that_are_there_are_not_made_twice_and_go_with_full_precision(tmp_path):
@@ -120,3 +134,18 @@ def test_added_pieces_come_before_theirs_and_dependencies_stay(waits, places):
         assert at < new_index[addition.at]
         assert {found[index].name for index in found[at].waits_for} == {f"new {one}" for one in addition.after}
         assert all(index < at for index in found[at].waits_for)
+
+
+def test_collectives_still_meet_between_the_casts(tmp_path):
+    ranks = []
+    for rank in range(2):
+        trace = training()
+        trace.header["distributedInfo"] = {"backend": "nccl", "rank": rank, "world_size": 2}
+        trace.collective(launch=300, ts=310 + 40 * rank, dur=90 - 40 * rank)
+        ranks.append(trace)
+    run = run_of(tmp_path, *ranks)
+    changed = apply_change(run, parse_change("precision=bf16")).run
+    ((place, index), (other, other_index)) = changed.meetings[0].members
+    for one, at in ((place, index), (other, other_index)):
+        assert changed.ranks[one].pieces[at].meeting == 0
+    assert replay(changed).step_seconds > 0
