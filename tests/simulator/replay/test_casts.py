@@ -65,7 +65,7 @@ def launch_seconds(run) -> dict[str, float]:
 
 
 def test_a_cast_takes_the_host_as_long_as_four_operators(tmp_path):
-    # 20 us between launches that return at 25 and 45, one operator begun in them; 50 us on autograd's thread, two begun.
+    # 20 us from 25, where a launch returns, to 45, with one operator begun; 50 us on autograd's thread, with two.
     found = sorted(launch_seconds(run_of(tmp_path, training())).values())
     assert found == pytest.approx([4 * 20 * US, 4 * 25 * US])
 
