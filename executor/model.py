@@ -11,13 +11,24 @@ from torch.utils.checkpoint import checkpoint
 
 from executor import operations
 from executor.data import RankData
-from executor.dense import CompiledDense, Dropout, Run, Weights, after_attention, before_attention, normed
+from executor.dense import (
+    CompiledDense,
+    Dropout,
+    Run,
+    Weights,
+    after_attention,
+    before_attention,
+    before_attention_apart,
+    normed,
+)
 from executor.keyed import signed
 from executor.layer_attention import LayerAttention
+from executor.recompute import Recomputation
 from executor.record import Recorder
+from simulator.recompute import RECOMPUTED
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import NUM_DEGREE_BUCKETS, EdgeBias, ModelSpec
-from simulator.specs.plan import ROW_EXCHANGES, Exchange, ExchangePayload, Recompute
+from simulator.specs.plan import QUERIES_APART, ROW_EXCHANGES, Exchange, ExchangePayload, Recompute
 from simulator.workload import num_input_columns
 
 
@@ -105,20 +116,7 @@ class GraphTransformer(nn.Module):
             settings = replace(settings, weights=dict(self.named_parameters()))
         h_ND = self._input(data, settings)
         for index in range(self.model.num_layers):
-            if settings.recompute[index] is Recompute.LAYER and torch.is_grad_enabled():
-                h_ND = checkpoint(
-                    self._layer,
-                    index,
-                    h_ND,
-                    data,
-                    settings,
-                    use_reentrant=False,
-                    preserve_rng_state=False,  # dropout is keyed, not drawn
-                    early_stop=False,  # recompute every task of the layer, as the program says
-                    context_fn=lambda: (contextlib.nullcontext(), self.recorder.recomputing()),
-                )
-            else:
-                h_ND = self._layer(index, h_ND, data, settings)
+            h_ND = self._layer_with_memory(index, h_ND, data, settings)
         run, head = self.recorder.run, _weights_of(settings, "head")
         h_ND = run("head.norm", operations.LAYER_NORM, h_ND, head["norm.weight"], head["norm.bias"])
         logits_NC: Tensor = run("head.linear", operations.LINEAR, h_ND, head["linear.weight"], head["linear.bias"])
@@ -143,6 +141,29 @@ class GraphTransformer(nn.Module):
         assert h_ND is not None, "a graph has features, at least its degrees"
         dropout = self._dropout(data.node_N, settings, "input.dropout")
         return h_ND if dropout is None else dropout.of(h_ND, run, "input.dropout", 0)
+
+    def _layer_with_memory(self, index: int, h_ND: Tensor, data: RankData, settings: ForwardSettings) -> Tensor:
+        """Return a layer's rows; what it keeps for its backward pass is as the settings say."""
+        if not torch.is_grad_enabled():
+            return self._layer(index, h_ND, data, settings)
+        if settings.recompute[index] is Recompute.LAYER:
+            layer_ND: Tensor = checkpoint(
+                self._layer,
+                index,
+                h_ND,
+                data,
+                settings,
+                use_reentrant=False,
+                preserve_rng_state=False,  # dropout is keyed, not drawn
+                early_stop=False,  # recompute every task of the layer, as the program says
+                context_fn=lambda: (contextlib.nullcontext(), self.recorder.recomputing()),
+            )
+            return layer_ND
+        names = RECOMPUTED[settings.recompute[index]]
+        if not names:
+            return self._layer(index, h_ND, data, settings)
+        with Recomputation(self.recorder, f"layer{index}", names).forward():
+            return self._layer(index, h_ND, data, settings)
 
     def _layer(self, index: int, h_ND: Tensor, data: RankData, settings: ForwardSettings) -> Tensor:
         name = f"layer{index}"
@@ -179,7 +200,12 @@ class GraphTransformer(nn.Module):
             # What travels lies between norm and projection, so they are not compiled as one.
             x_ND = normed(run, weights, h_ND)
             return h_ND, attention.overlapped_rows(x_ND) if overlaps else attention.of_rows(x_ND)
-        q_ND, kv_N2D = before_attention(run, weights, h_ND) if compiled is None else compiled.before(weights, h_ND)
+        if settings.recompute[index] in QUERIES_APART and exchange in ROW_EXCHANGES:
+            q_ND, kv_N2D = before_attention_apart(run, weights, h_ND)
+        elif compiled is None:
+            q_ND, kv_N2D = before_attention(run, weights, h_ND)
+        else:
+            q_ND, kv_N2D = compiled.before(weights, h_ND)
         if data.layers:
             q_ND, h_ND = run("targets", operations.TARGET_ROWS, q_ND, h_ND, len(data.target_node_N(index)))
         if settings.attend is not None:

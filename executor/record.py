@@ -12,7 +12,7 @@ import json
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,13 @@ class Recorder:
         self.annotate = annotate
         self.precision = precision
         self.phase = Phase.FORWARD
+        # What runs an operation, and is told what else made results: a layer that computes some of them again looks on
+        # (`executor/recompute.py`).
+        self.compute: Callable[[str, Operation, tuple[Any, ...]], Any] = _compute
+        self.remember: Callable[
+            [str, Callable[..., Sequence[torch.Tensor]], Sequence[Any], Sequence[torch.Tensor]], None
+        ]
+        self.remember = _forget
         self._prefix = ""
         self._marks: list[Mark] = []
         self._open: Mark | None = None
@@ -105,10 +112,10 @@ class Recorder:
         """Return what the operation makes of the arguments, marked as a task forward and backward."""
         self.position.task = name
         if not self.is_on:
-            return operation.function(*arguments)
+            return self.compute(name, operation, arguments)
         shape = operation.shape(*arguments)
         with self.task(name, operation.kind, self.phase, shape):
-            result = operation.function(*arguments)
+            result = self.compute(name, operation, arguments)
         if self.phase is Phase.FORWARD:
             self._name_backward(name, operation.kind, shape, result)
         return result
@@ -252,6 +259,14 @@ class Recorder:
         if mark.annotation is not None:
             mark.annotation.__exit__(None, None, None)
             mark.annotation = None
+
+
+def _compute(_: str, operation: Operation, arguments: tuple[Any, ...]) -> Any:
+    return operation.function(*arguments)
+
+
+def _forget(*_: object) -> None:
+    pass
 
 
 class StepTracer:

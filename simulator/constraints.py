@@ -3,6 +3,7 @@
 from simulator.exchanges import rows_per_message, wire_dtype
 from simulator.fabric import fabric_of
 from simulator.gradients import MAX_TOP_K_ELEMENTS, buckets_of, is_factorised
+from simulator.recompute import RECOMPUTED
 from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.gradients import CompressionKind
 from simulator.specs.graph import GraphSpec
@@ -40,6 +41,12 @@ def training_violations(plan: Plan, train: TrainSpec, cluster: ClusterSpec) -> l
         found.append(
             "train.compile_dense must be false when batches are clusters or sampled: their shapes differ, and each "
             "would be compiled for itself"
+        )
+    if train.compile_dense and any(RECOMPUTED.get(kind) for kind in plan.recompute):
+        kinds = ", ".join(sorted({kind.value for kind in plan.recompute if RECOMPUTED.get(kind)}))
+        found.append(
+            f"train.compile_dense must be false when recompute is {kinds}: compiled parts choose for themselves what "
+            "they compute again; use none or layer"
         )
     return found
 

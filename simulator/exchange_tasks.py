@@ -198,7 +198,7 @@ class AttentionLowering:
         exchange = [*self._messages(own_rows=own_rows), *self._widen(), *self._pass_on(copies_held=True)]
         attention = self._attend("", self.work.edges, sources)
         if not sends_rows:
-            return [self._project(), *exchange, *attention]
+            return [*self._projections(), *exchange, *attention]
         return [
             *exchange,
             same(f"{self.layer}.query", TaskKind.PROJECTION, (work.num_rows, width, width)),
@@ -218,7 +218,7 @@ class AttentionLowering:
         backward = [replace(operation, gradients_of=()) for operation in backward]
         backward[-1] = replace(backward[-1], gradients_of=names)
         # Backward passes run in the reverse order.
-        return [*([] if sends_rows else [self._project()]), *reversed(backward), *forward]
+        return [*([] if sends_rows else self._projections()), *reversed(backward), *forward]
 
     def _overlapped_forward(self, *, sends_rows: bool) -> list[Operation]:
         work, model, layer = self.work, self.model, self.layer
@@ -430,6 +430,16 @@ class AttentionLowering:
     def _project(self) -> Operation:
         width = self.model.width
         return same(f"{self.layer}.query_key_value", TaskKind.PROJECTION, (self.work.num_rows, width, 3 * width))
+
+    def _projections(self) -> list[Operation]:
+        """Return what makes queries, keys and values: at once, or queries apart where they are computed again."""
+        if not self.plan.splits_projection(int(self.layer.removeprefix("layer"))):
+            return [self._project()]
+        rows, width = self.work.num_rows, self.model.width
+        return [
+            same(f"{self.layer}.query", TaskKind.PROJECTION, (rows, width, width)),
+            same(f"{self.layer}.key_value", TaskKind.PROJECTION, (rows, width, 2 * width)),
+        ]
 
     def _attend(
         self, suffix: str, edges: EdgeCounts, sources: int, *, targets: int | None = None, heads: int | None = None

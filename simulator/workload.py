@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from simulator.exchange_tasks import AttentionLowering, EdgeCounts, GroupWork, HostWork, Operation, same
 from simulator.gradients import ReductionSchedule, ReductionTask, reduction_schedule
 from simulator.likeness import replicas_that_stand_for_others
+from simulator.recompute import WHOLE_ATTENTION, made_again
 from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import NUM_DEGREE_BUCKETS, EdgeBias, ModelSpec
@@ -415,6 +416,15 @@ def batch_task_shape(plan: Plan, graph: GraphSpec, model: ModelSpec, work: RankW
     return first, work.num_rows, num_edges, num_features
 
 
+def _whole_attention(operations: Sequence[Operation], name: str) -> Operation | None:
+    """Return attention over all edges of an overlapped layer, as it runs again; None where that is not asked for."""
+    passes = [operation for operation in operations if operation.backward_kind is TaskKind.ATTENTION_SOURCES]
+    if name != "attention" or not passes:
+        return None
+    layer = passes[0].name.removesuffix(".attention_sources")
+    return same(f"{layer}.{WHOLE_ATTENTION}", TaskKind.ATTENTION, passes[0].backward_shape)
+
+
 @dataclass(slots=True, kw_only=True)
 class _RankLowering:
     """Collects the tasks of one rank in program order."""
@@ -452,18 +462,30 @@ class _RankLowering:
         for operation in reversed(self._head()):
             self._add_backward(operation)
         for index in reversed(range(self.model.num_layers)):
-            backward = list(reversed(layers[index]))
-            if self.plan.recompute[index] is Recompute.LAYER:
-                # The last task, a sum, saved nothing; the one before it asks for what it saved.
-                self._add_backward(backward.pop(0))
-                for operation in layers[index]:
-                    self._add_forward(operation, Phase.RECOMPUTE)
-            for operation in backward:
-                self._add_backward(operation)
+            self._add_backward_of_layer(index, layers[index])
         for operation in reversed(self._input()):
             self._add_backward(operation)
         self._add_update()
         return tuple(self.tasks)
+
+    def _add_backward_of_layer(self, index: int, operations: list[Operation]) -> None:
+        """Add a layer's backward pass with what is computed again in it, where it is first needed."""
+        backward, done = list(reversed(operations)), set[str]()
+        if self.plan.recompute[index] is Recompute.LAYER:
+            # The last task, a sum, saved nothing; the one before it asks for what it saved.
+            self._add_backward(backward.pop(0))
+            for operation in operations:
+                self._add_forward(operation, Phase.RECOMPUTE)
+        forward = {operation.name: operation for operation in operations if operation.kind is not None}
+        for operation in backward:
+            if operation.backward_kind is None:
+                continue
+            for name in made_again(self.plan, index, operation.name.removeprefix(f"layer{index}."), done):
+                done.add(name)
+                again = forward.get(f"layer{index}.{name}") or _whole_attention(operations, name)
+                if again is not None:  # a rank may have no heads, and a model no biases
+                    self._add_forward(again, Phase.RECOMPUTE)
+            self._add_backward(operation)
 
     def _schedule(self, operations: tuple[str, ...]) -> ReductionSchedule:
         """Return a fresh schedule of reductions; ranks with the same operations have the same."""

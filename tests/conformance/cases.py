@@ -102,6 +102,7 @@ HALO, GATHER, HEADS = Exchange.HALO, Exchange.ALL_GATHER, Exchange.HEAD_ALL_TO_A
 HIERARCHICAL = Exchange.HIERARCHICAL_HALO
 ROWS, HALF = ExchangePayload.ROWS, Dtype.BFLOAT16
 KEEP, AGAIN = Recompute.NONE, Recompute.LAYER
+LADDER = (Recompute.SELECTIVE, Recompute.DENSE, Recompute.ATTENTION)
 IN_BF16 = GradientCompression(kind=CompressionKind.BF16)
 TOP_K = GradientCompression(kind=CompressionKind.TOP_K, kept_ratio=0.1)
 POWER_SGD = GradientCompression(kind=CompressionKind.POWER_SGD, matrix_rank=2)
@@ -111,6 +112,74 @@ CASES = {
     "recomputed": Case(recompute=(AGAIN, AGAIN), model=DROPOUT),
     "one layer recomputed, edge bias": Case(
         recompute=(KEEP, AGAIN), model=dataclasses.replace(MODEL, edge_bias=EdgeBias.DEGREE)
+    ),
+    "recomputed in three ways, everything": Case(
+        exchange=(Exchange.NONE,) * 3, recompute=LADDER, model=EVERYTHING, is_sparse=True
+    ),
+    "recomputed in three ways, bf16": Case(
+        exchange=(Exchange.NONE,) * 3,
+        recompute=LADDER,
+        model=dataclasses.replace(DROPOUT, num_layers=3),
+        precision=Dtype.BFLOAT16,
+    ),
+    "recomputed in three ways, halo": Case(
+        graph_parallel_degree=2, exchange=(HALO, HALO, HALO), recompute=LADDER, model=EVERYTHING
+    ),
+    "recomputed in three ways, all-gather": Case(
+        graph_parallel_degree=2,
+        exchange=(GATHER, GATHER, GATHER),
+        recompute=LADDER,
+        model=EVERYTHING,
+        chunk_bytes=20 * KIB,
+        wire=HALF,
+    ),
+    "recomputed in three ways, of rows": Case(
+        graph_parallel_degree=2, exchange=(HALO, GATHER, GATHER), recompute=LADDER, model=EVERYTHING, payload=ROWS
+    ),
+    "recomputed in three ways, overlapped": Case(
+        graph_parallel_degree=2,
+        exchange=(HALO, HALO, GATHER),
+        recompute=LADDER,
+        model=EVERYTHING,
+        overlaps=True,
+        gradient_bucket_bytes=4 * KIB,
+        overlap_gradients=True,
+    ),
+    "recomputed in three ways, overlapped, bf16": Case(
+        graph_parallel_degree=2,
+        exchange=(GATHER, GATHER, HALO),
+        recompute=LADDER,
+        model=dataclasses.replace(DROPOUT, num_layers=3),
+        overlaps=True,
+        precision=Dtype.BFLOAT16,
+    ),
+    "recomputed in three ways, of rows, overlapped, a rank without nodes": Case(
+        graph_parallel_degree=2,
+        exchange=(GATHER, HALO, HALO),
+        recompute=LADDER,
+        model=EVERYTHING,
+        overlaps=True,
+        payload=ROWS,
+        has_empty_part=True,
+    ),
+    "recomputed in three ways, heads": Case(
+        graph_parallel_degree=2,
+        exchange=(HEADS, HEADS, HEADS),
+        recompute=LADDER,
+        model=dataclasses.replace(EVERYTHING, **SEVEN_HEADS),
+    ),
+    "recomputed in three ways, clusters": Case(
+        num_parts=5, parts_per_batch=2, exchange=(Exchange.NONE,) * 3, recompute=LADDER, model=EVERYTHING, step=2
+    ),
+    "recomputed in three ways, sampled": Case(
+        data_parallel_degree=2,
+        num_parts=2,
+        fan_outs=(2, 40, 5),
+        seeds_per_batch=70,
+        exchange=(Exchange.NONE,) * 3,
+        recompute=LADDER,
+        model=EVERYTHING,
+        is_sparse=True,
     ),
     "sparse features": Case(is_sparse=True),
     "sparse features, encodings, bf16": Case(is_sparse=True, model=ENCODED, precision=Dtype.BFLOAT16),

@@ -156,7 +156,9 @@ def _expected_operands(task: Task) -> tuple[Operands, ...]:
 
 def _is_part(task: Task) -> bool:
     """Return whether a task is attention over one of two sets of edges."""
-    return task.kind is TaskKind.ATTENTION and task.name.removesuffix(".recompute").endswith(("_interior", "_halo"))
+    return task.kind is TaskKind.ATTENTION and task.name.removesuffix(".recompute").endswith(
+        ("_interior", "_halo", "_whole")
+    )
 
 
 def _expected_operators(task: Task) -> Sequence[Expected | ExpectedOperand]:
