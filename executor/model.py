@@ -23,7 +23,8 @@ from executor.dense import (
 )
 from executor.keyed import signed
 from executor.layer_attention import LayerAttention
-from executor.recompute import Recomputation
+from executor.offload import HostMemory, LayerOffload
+from executor.recompute import Here, Recomputation
 from executor.record import Recorder
 from simulator.recompute import RECOMPUTED
 from simulator.specs.graph import GraphSpec
@@ -43,6 +44,9 @@ class ForwardSettings:
         dropout_word: int32 [] on the device, `keyed.key_word` of seed and step; None turns dropout off.
         weights: used instead of the model's parameters, by name; None for the parameters.
         compiled: the dense parts of a layer, compiled; None runs them task by task, as a recorder that is on does too.
+        offloads: of each layer, whether what it keeps for its backward pass lies on the host meanwhile.
+        offload_min_bytes: smaller tensors stay.
+        host_memory: for them; None without any.
         attend: returns a layer's attention from its weights, q [N, D] and keys and values [N, 2D], on a single rank, in
             place of attention over the batch's edges (`executor/attend.py`); it is not recorded, and never captured.
     """
@@ -55,6 +59,9 @@ class ForwardSettings:
     dropout_word: Tensor | None = None
     weights: Mapping[str, Tensor] | None = None
     compiled: CompiledDense | None = None
+    offloads: tuple[bool, ...] = ()
+    offload_min_bytes: int = 0
+    host_memory: HostMemory | None = None
     attend: Callable[[Mapping[str, Tensor], Tensor, Tensor], Tensor] | None = None
 
 
@@ -114,12 +121,16 @@ class GraphTransformer(nn.Module):
         """Return the logits of this rank's nodes, of samples the seeds, [N, classes], in the precision of `data`."""
         if settings.weights is None:
             settings = replace(settings, weights=dict(self.named_parameters()))
-        h_ND = self._input(data, settings)
+        h_ND, before = self._input(data, settings), None
         for index in range(self.model.num_layers):
-            h_ND = self._layer_with_memory(index, h_ND, data, settings)
+            away = self._offload_of(index, settings)
+            h_ND = self._layer_with_memory(index, h_ND, data, settings, away)
+            _settle(before, h_ND)
+            before = away
         run, head = self.recorder.run, _weights_of(settings, "head")
         h_ND = run("head.norm", operations.LAYER_NORM, h_ND, head["norm.weight"], head["norm.bias"])
         logits_NC: Tensor = run("head.linear", operations.LINEAR, h_ND, head["linear.weight"], head["linear.bias"])
+        _settle(before, logits_NC)
         return logits_NC
 
     def loss(self, logits_NC: Tensor, data: RankData) -> Tensor:
@@ -142,8 +153,17 @@ class GraphTransformer(nn.Module):
         dropout = self._dropout(data.node_N, settings, "input.dropout")
         return h_ND if dropout is None else dropout.of(h_ND, run, "input.dropout", 0)
 
-    def _layer_with_memory(self, index: int, h_ND: Tensor, data: RankData, settings: ForwardSettings) -> Tensor:
-        """Return a layer's rows; what it keeps for its backward pass is as the settings say."""
+    def _offload_of(self, index: int, settings: ForwardSettings) -> LayerOffload | None:
+        """Return what takes a layer's tensors to the host; None if they stay."""
+        if settings.host_memory is None or not settings.offloads[index] or not torch.is_grad_enabled():
+            return None
+        min_bytes = settings.offload_min_bytes
+        return LayerOffload(settings.host_memory, self.recorder, f"layer{index}", min_bytes=min_bytes)
+
+    def _layer_with_memory(
+        self, index: int, h_ND: Tensor, data: RankData, settings: ForwardSettings, away: LayerOffload | None
+    ) -> Tensor:
+        """Return a layer's rows; what it keeps for its backward pass, and where, is as the settings say."""
         if not torch.is_grad_enabled():
             return self._layer(index, h_ND, data, settings)
         if settings.recompute[index] is Recompute.LAYER:
@@ -160,10 +180,15 @@ class GraphTransformer(nn.Module):
             )
             return layer_ND
         names = RECOMPUTED[settings.recompute[index]]
-        if not names:
+        if not names and away is None:
             return self._layer(index, h_ND, data, settings)
-        with Recomputation(self.recorder, f"layer{index}", names).forward():
-            return self._layer(index, h_ND, data, settings)
+        keep = Here if away is None else away.keep
+        weights = _weights_of(settings, f"layer{index}").values()
+        with Recomputation(self.recorder, f"layer{index}", names, keep, weights=weights).forward():
+            layer_ND = self._layer(index, h_ND, data, settings)
+        if away is not None:
+            away.copy_out()
+        return layer_ND
 
     def _layer(self, index: int, h_ND: Tensor, data: RankData, settings: ForwardSettings) -> Tensor:
         name = f"layer{index}"
@@ -223,6 +248,13 @@ class GraphTransformer(nn.Module):
             return None
         seeds = tuple(settings.dropout_word ^ signed(zlib.crc32(name.encode())) for name in names)
         return Dropout(ratio=self.model.dropout_ratio, node_N=node_N, seeds=seeds)
+
+
+def _settle(before: LayerOffload | None, rows_NC: Tensor) -> None:
+    """Free what the layer before keeps on the host, now that `rows_NC` are made; it comes back before their backward pass."""
+    if before is not None:
+        before.settle()
+        rows_NC.register_hook(before.copy_in)
 
 
 def _weights_of(settings: ForwardSettings, module: str) -> Weights:

@@ -3,12 +3,12 @@
 While a layer runs forward, `Recomputation` sees each operation and what autograd saves. What an operation made that is
 to be computed again is not saved, but how to make it: from tensors that are kept, or from others that are made again.
 The backward pass makes it once, where it is first needed, marked as `simulator/recompute.py` says, and lets it go after
-its last use. `torch.utils.checkpoint` does this for whole regions; here what attention and exchanges made in the midst of
-a layer is kept.
+its last use. `torch.utils.checkpoint` does this for whole regions; here what attention and exchanges made in the midst
+of a layer is kept.
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from simulator.specs.program import TaskKind
 
 # They save what is none of their results: statistics, masks, sums.
 _WITH_INTERNALS = frozenset({TaskKind.LAYER_NORM, TaskKind.DROPOUT, TaskKind.ATTENTION})
+_PRODUCTS = frozenset({TaskKind.LINEAR, TaskKind.PROJECTION})
 
 
 class Kept(Protocol):
@@ -151,11 +152,22 @@ class Recomputation:
     Args:
         layer: name of the layer, such as "layer0".
         names: of the operations within the layer whose results are not kept.
-        keep: keeps the others.
+        keep: keeps the others, but for weights and what edges are numbered by.
+        weights: of the layer.
     """
 
-    def __init__(self, recorder: Recorder, layer: str, names: Collection[str], keep: Keep = Here) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        layer: str,
+        names: Collection[str],
+        keep: Keep = Here,
+        *,
+        weights: Iterable[Tensor] = (),
+    ) -> None:
         self._recorder, self._layer, self._names, self._keep = recorder, layer, names, keep
+        self._weights = frozenset(map(storage_key, weights))
+        self._operation: tuple[TaskKind, int] | None = None  # under way, and the memory of its first argument
         self._sources: dict[int, tuple[StorageWeakRef, _Source, int]] = {}  # by memory of a result
         self._running: tuple[_Source, frozenset[int]] | None = None  # and the memory of its arguments
 
@@ -188,6 +200,15 @@ class Recomputation:
             self._register(source, results)
 
     def _compute(self, name: str, operation: Operation, arguments: tuple[Any, ...]) -> Any:
+        """Return what an operation makes."""
+        assert isinstance(arguments[0], Tensor), f"{name}: the first argument of a layer's operation is its rows"
+        self._operation = operation.kind, storage_key(arguments[0])
+        try:
+            return self._remembered(name, operation, arguments)
+        finally:
+            self._operation = None
+
+    def _remembered(self, name: str, operation: Operation, arguments: tuple[Any, ...]) -> Any:
         """Return what an operation makes, and remember how to make it again if it is not kept."""
         if name.removeprefix(f"{self._layer}.") not in self._names:
             return operation.function(*arguments)
@@ -214,7 +235,7 @@ class Recomputation:
         if not isinstance(argument, Tensor):
             return argument
         found = self._again_of(argument)
-        return _Argument(found or self._keep(argument.detach()), argument.requires_grad)
+        return _Argument(found or self._kept(argument.detach()), argument.requires_grad)
 
     def _again_of(self, tensor: Tensor) -> _Again | None:
         """Return how to make a tensor again; None if it is kept."""
@@ -231,9 +252,23 @@ class Recomputation:
             source = self._running[0]
             kept = _again(tensor, source, is_internal=True, index=source.num_internals)
             source.num_internals += 1
-        kept = kept or self._keep(tensor)
+        kept = kept or self._kept(tensor)
         kept.hold()
         return kept
+
+    def _kept(self, tensor: Tensor) -> Kept:
+        """Return a tensor that is not made again as it is kept."""
+        key = storage_key(tensor)
+        if key in self._weights:
+            return Here(tensor)
+        if self._operation is not None:
+            kind, first = self._operation
+            # Weights in another number format; nodes and buckets of edges.
+            is_weight = (kind in _PRODUCTS and key != first) or (kind is TaskKind.LAYER_NORM and tensor.ndim == 1)
+            is_input = kind is TaskKind.EDGE_BIAS or (kind is TaskKind.DROPOUT and tensor.dtype != torch.bool)
+            if is_weight or is_input:
+                return Here(tensor)
+        return self._keep(tensor)
 
     def _run_again(self, name: str, operation: Operation, arguments: list[Any]) -> Made:
         """Return what an operation makes and saves."""

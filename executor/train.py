@@ -16,9 +16,11 @@ from executor.data import Inputs as Inputs
 from executor.data import RankData
 from executor.dense import compiled_dense
 from executor.exchange import ExchangeLayout
+from executor.host_optimizer import HostAdamW
 from executor.keyed import key_word
 from executor.mesh import Place
 from executor.model import ForwardSettings, GraphTransformer
+from executor.offload import HostMemory
 from executor.parallel import FlatGradients
 from executor.record import Recorder
 from executor.step import CapturedFunction, CudaGraphs, cast_weights
@@ -26,7 +28,7 @@ from simulator.errors import RunError
 from simulator.exchanges import wire_dtype
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import ModelSpec
-from simulator.specs.plan import Exchange, Plan, Recompute, StepMode
+from simulator.specs.plan import Exchange, Offload, Plan, Recompute, StepMode
 from simulator.specs.program import Phase, TaskKind
 from simulator.specs.train import TrainSpec
 from simulator.specs.units import Dtype
@@ -78,15 +80,17 @@ class Trainer:
             compression=plan.gradient_compression,
         )
         # What changes from step to step lies on the device, where a CUDA graph reads it.
-        self.learning_rate = torch.zeros((), device=place.device)
+        self.learning_rate = torch.zeros((), device="cpu" if plan.offload_optimizer else place.device)
         self.dropout_word = torch.zeros((), dtype=torch.int32, device=place.device)
         self._rate_factor = learning_rate_schedule(train)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
-            lr=self.learning_rate,
-            weight_decay=train.weight_decay,
-            fused=True,
-        )
+        memory, parameters = HostMemory(place.device), list(self.model.parameters())
+        rate, decay = self.learning_rate, train.weight_decay
+        self.host_optimizer: HostAdamW | None = None
+        if plan.offload_optimizer:
+            self.host_optimizer = HostAdamW(parameters, memory, learning_rate=rate, weight_decay=decay)
+            self.optimizer = self.host_optimizer.optimizer
+        else:
+            self.optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=decay, fused=True)
         compiled = compiled_dense() if train.compile_dense else None
         self.settings = ForwardSettings(
             exchange=plan.exchange,
@@ -95,6 +99,9 @@ class Trainer:
             payload=plan.exchange_payload,
             wire=TORCH_DTYPES[wire_dtype(plan)],
             compiled=compiled,
+            offloads=tuple(map(plan.offloads, range(model.num_layers))),
+            offload_min_bytes=plan.offload_min_bytes,
+            host_memory=memory if Offload.ACTIVATIONS in plan.offload else None,
         )
         self.rank_states: dict[str, Stateful] = {"gradients": self.gradients}
         self.batches = Batches(plan, inputs, place, model, dtype=TORCH_DTYPES[plan.precision], seed=train.seed)
@@ -155,6 +162,9 @@ class Trainer:
         shape = (flat.numel(), len(self.optimizer.param_groups[0]["params"]))
         with self.recorder.task("clip", TaskKind.CLIP, Phase.UPDATE, shape):
             clip_flat_gradient_(flat, self.train_spec.max_gradient_norm)
+        if self.host_optimizer is not None:
+            self.host_optimizer.step(self.gradients, self.recorder)
+            return
         with self.recorder.task("optimizer", TaskKind.OPTIMIZER, Phase.UPDATE, shape):
             # Fused, it can be captured as it is; torch wants to be told in a capture, and warns outside of one.
             is_capturing = flat.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -188,6 +198,8 @@ class Trainer:
             value.copy_(state["model"][name])
             for key, moment in own["optimizer"][name].items():
                 moment.copy_(state["optimizer"][name][key])
+        if self.host_optimizer is not None:
+            self.host_optimizer.load_parameters()
         random = state.get("random", {})
         if "cpu" in random:
             torch.set_rng_state(random["cpu"])
@@ -196,7 +208,8 @@ class Trainer:
 
     def _optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """Return the optimizer's tensors by parameter; they are made first where no step has made them."""
-        parameters = dict(self.model.named_parameters())
+        names = [name for name, _ in self.model.named_parameters()]
+        parameters = dict(zip(names, self.optimizer.param_groups[0]["params"], strict=True))
         if not self.optimizer.state:
             # A step by nothing: gradients are zero between steps, and so is the rate, which also scales the decay.
             self.learning_rate.zero_()

@@ -8,7 +8,7 @@ from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.gradients import CompressionKind
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import ModelSpec
-from simulator.specs.plan import ROW_EXCHANGES, Exchange, ExchangePayload, Plan, StepMode
+from simulator.specs.plan import ROW_EXCHANGES, Exchange, ExchangePayload, Offload, Plan, Recompute, StepMode
 from simulator.specs.train import TrainSpec
 from simulator.workload import parameter_shapes
 
@@ -29,6 +29,7 @@ def violations(plan: Plan, graph: GraphSpec, model: ModelSpec, cluster: ClusterS
         *_link_violations(plan, cluster),
         *_step_violations(plan, cluster),
         *_gradient_violations(plan, graph, model),
+        *_offload_violations(plan),
     ]
 
 
@@ -47,6 +48,10 @@ def training_violations(plan: Plan, train: TrainSpec, cluster: ClusterSpec) -> l
         found.append(
             f"train.compile_dense must be false when recompute is {kinds}: compiled parts choose for themselves what "
             "they compute again; use none or layer"
+        )
+    if train.compile_dense and Offload.ACTIVATIONS in plan.offload:
+        found.append(
+            "train.compile_dense must be false when offload is activations: compiled parts keep what they save apart"
         )
     return found
 
@@ -185,6 +190,27 @@ def _gradient_violations(plan: Plan, graph: GraphSpec, model: ModelSpec) -> list
             f"gradient_compression.matrix_rank must make the factors of some parameter smaller than the parameter, got "
             f"{matrix_rank}: lower it, or send gradients as they are"
         )
+    return found
+
+
+def _offload_violations(plan: Plan) -> list[str]:
+    """Say why what a plan keeps on the host cannot lie there."""
+    found = []
+    for index, (offload, recompute) in enumerate(zip(plan.offload, plan.recompute, strict=False)):
+        if offload is Offload.ACTIVATIONS and recompute is Recompute.LAYER:
+            found.append(
+                f"offload[{index}] must be none when recompute[{index}] is layer: only the layer's input is kept, which "
+                "stays; use attention or dense"
+            )
+    for field, is_asked in (
+        ("offload", Offload.ACTIVATIONS in plan.offload),
+        ("offload_optimizer", plan.offload_optimizer),
+    ):
+        if is_asked and plan.step_mode is not StepMode.EAGER:
+            found.append(
+                f"{field} must be left out when step_mode is {plan.step_mode}: replayed steps do not wait for the host; "
+                "use eager"
+            )
     return found
 
 

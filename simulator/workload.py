@@ -8,9 +8,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from simulator.exchange_tasks import AttentionLowering, EdgeCounts, GroupWork, HostWork, Operation, same
-from simulator.gradients import ReductionSchedule, ReductionTask, reduction_schedule
+from simulator.gradients import PARAMETER_BYTES, ReductionSchedule, ReductionTask, reduction_schedule
 from simulator.likeness import replicas_that_stand_for_others
 from simulator.recompute import WHOLE_ATTENTION, made_again
+from simulator.saved import offloaded_bytes
 from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import NUM_DEGREE_BUCKETS, EdgeBias, ModelSpec
@@ -416,6 +417,10 @@ def batch_task_shape(plan: Plan, graph: GraphSpec, model: ModelSpec, work: RankW
     return first, work.num_rows, num_edges, num_features
 
 
+# The host reads what was copied to it, and computes; on GPUs it launches all else ahead.
+_HOST_WAITS_FOR = frozenset({TaskKind.COPY_TO_HOST, TaskKind.HOST_OPTIMIZER})
+
+
 def _whole_attention(operations: Sequence[Operation], name: str) -> Operation | None:
     """Return attention over all edges of an overlapped layer, as it runs again; None where that is not asked for."""
     passes = [operation for operation in operations if operation.backward_kind is TaskKind.ATTENTION_SOURCES]
@@ -443,6 +448,8 @@ class _RankLowering:
     _reductions: ReductionSchedule = field(init=False)
     _previous: int | None = None  # the latest task that is no reduction beside the others
     _beside: dict[str, int] = field(default_factory=dict)  # those reductions, by name
+    _awaited: set[int] = field(default_factory=set)  # copies that the next task waits for
+    _arrivals: dict[int, list[int]] = field(default_factory=dict)  # copies back, by layer
     _in_flight: list[int] = field(default_factory=list)  # collectives that no later task has waited for yet
     _graph_group: tuple[int, ...] = field(init=False)
 
@@ -456,24 +463,69 @@ class _RankLowering:
         operations = [*self._input(), *(operation for layer in layers for operation in layer), *self._head()]
         names = [operation.name for operation in operations if operation.backward_kind is not None]
         self._reductions = self._schedule(tuple(names))
-        for operation in operations:
-            self._add_forward(operation, Phase.FORWARD)
+        self._add_forward_pass(layers)
         self._add_reductions(self._reductions.before_backward())
+        last = self.model.num_layers - 1
         for operation in reversed(self._head()):
             self._add_backward(operation)
+            if operation.name == "loss":
+                self._add_copy_in(last)
         for index in reversed(range(self.model.num_layers)):
+            if index > 0:
+                self._add_copy_in(index - 1)
             self._add_backward_of_layer(index, layers[index])
         for operation in reversed(self._input()):
             self._add_backward(operation)
         self._add_update()
         return tuple(self.tasks)
 
+    def _add_forward_pass(self, layers: Sequence[list[Operation]]) -> None:
+        for operation in self._input():
+            self._add_forward(operation, Phase.FORWARD)
+        copied: list[int] = []  # of the layer before, whose memory is free once the next one has run
+        for index, layer in enumerate(layers):
+            for operation in layer:
+                self._add_forward(operation, Phase.FORWARD)
+            self._awaited.update(copied)
+            copied = self._add_copy(f"layer{index}.copy_out", TaskKind.COPY_TO_HOST, Phase.FORWARD, self._away(index))
+        for operation in self._head():
+            if operation.name == "loss":
+                self._awaited.update(copied)
+            self._add_forward(operation, Phase.FORWARD)
+
+    def _away(self, layer: int) -> int:
+        return offloaded_bytes(self.plan, self.model, self.work, layer, self.cluster.device.kind)
+
+    def _add_copy_in(self, layer: int) -> None:
+        """Add the copies back of what a layer keeps on the host, while the one behind it runs backward."""
+        name = f"layer{layer}.copy_in"
+        self._arrivals[layer] = self._add_copy(name, TaskKind.COPY_FROM_HOST, Phase.BACKWARD, self._away(layer))
+
+    def _add_copy(self, base: str, kind: TaskKind, phase: Phase, num_bytes: int) -> list[int]:
+        """Add copies that go on beside later tasks, if there is anything to copy; return where they are."""
+        if num_bytes == 0:
+            return []
+        previous = () if self._previous is None else (self._previous,)
+        task = Task(
+            name=task_name(base, phase),
+            kind=kind,
+            phase=phase,
+            shape=(num_bytes,),
+            dtype=Dtype.FLOAT32,
+            stream=stream_of(kind),
+            waits_for=tuple(index for index in previous if self.tasks[index].stream is not stream_of(kind)),
+            blocks_host=self.blocks_host,
+        )
+        self.tasks.append(task)
+        return [len(self.tasks) - 1]
+
     def _add_backward_of_layer(self, index: int, operations: list[Operation]) -> None:
         """Add a layer's backward pass with what is computed again in it, where it is first needed."""
         backward, done = list(reversed(operations)), set[str]()
+        self._add_backward(backward.pop(0))
+        # The last task, a sum, saved nothing; the one before it asks for what it saved.
+        self._awaited.update(self._arrivals.get(index, ()))
         if self.plan.recompute[index] is Recompute.LAYER:
-            # The last task, a sum, saved nothing; the one before it asks for what it saved.
-            self._add_backward(backward.pop(0))
             for operation in operations:
                 self._add_forward(operation, Phase.RECOMPUTE)
         forward = {operation.name: operation for operation in operations if operation.kind is not None}
@@ -564,7 +616,13 @@ class _RankLowering:
         # What goes on beside the others ends in order, so its last task stands for all.
         last = next(reversed(self._beside), "")
         self._add("clip", TaskKind.CLIP, Phase.UPDATE, update_shape, Dtype.FLOAT32, result_of=last)
-        self._add("optimizer", TaskKind.OPTIMIZER, Phase.UPDATE, update_shape, Dtype.FLOAT32)
+        if not self.plan.offload_optimizer:
+            self._add("optimizer", TaskKind.OPTIMIZER, Phase.UPDATE, update_shape, Dtype.FLOAT32)
+            return
+        copied = (sum(sizes) * PARAMETER_BYTES,)
+        self._add("optimizer.copy_out", TaskKind.COPY_TO_HOST, Phase.UPDATE, copied, Dtype.FLOAT32)
+        self._add("optimizer", TaskKind.HOST_OPTIMIZER, Phase.UPDATE, update_shape, Dtype.FLOAT32)
+        self._add("optimizer.copy_in", TaskKind.COPY_FROM_HOST, Phase.UPDATE, copied, Dtype.FLOAT32)
 
     def _add_forward(self, operation: Operation, phase: Phase) -> None:
         if operation.kind is not None:
@@ -624,6 +682,8 @@ class _RankLowering:
         previous = self._previous
         if previous is not None and self.tasks[previous].stream is not stream and previous not in self._in_flight:
             waits_for.add(previous)
+        waits_for.update(self._awaited)
+        self._awaited.clear()
         if joins:
             waits_for.update(self._in_flight)
             self._in_flight.clear()
@@ -650,7 +710,7 @@ class _RankLowering:
                 stream=stream,
                 waits_for=tuple(sorted(waits_for)),
                 group=group,
-                blocks_host=self.blocks_host and not is_beside and not is_in_flight,
+                blocks_host=(self.blocks_host and not is_beside and not is_in_flight) or kind in _HOST_WAITS_FOR,
                 beyond_cache_ratio=beyond_cache_ratio,
             )
         )

@@ -32,6 +32,7 @@ from simulator.specs.model import EdgeBias, ModelSpec
 from simulator.specs.plan import (
     Exchange,
     ExchangePayload,
+    Offload,
     PartitionMethod,
     PartitionSpec,
     Plan,
@@ -69,6 +70,7 @@ class Case:
         overlaps, payload, wire, chunk_bytes: how rows travel, as in the plan.
         fan_outs, seeds_per_batch: of sampled neighbourhoods; empty and 0 for batches of parts.
         between_edges, keep_batches, prefetch_batches: as in `Plan`.
+        offload, offload_optimizer: as in `Plan`; tensors of any size go to the host.
         ranks_per_host: for hierarchical exchanges; None for one host.
     """
 
@@ -95,6 +97,8 @@ class Case:
     keep_batches: bool = False
     prefetch_batches: int = 0
     ranks_per_host: int | None = None
+    offload: tuple[Offload, ...] = ()
+    offload_optimizer: bool = False
     step: int = 1
 
 
@@ -106,6 +110,47 @@ LADDER = (Recompute.SELECTIVE, Recompute.DENSE, Recompute.ATTENTION)
 IN_BF16 = GradientCompression(kind=CompressionKind.BF16)
 TOP_K = GradientCompression(kind=CompressionKind.TOP_K, kept_ratio=0.1)
 POWER_SGD = GradientCompression(kind=CompressionKind.POWER_SGD, matrix_rank=2)
+AWAY = (Offload.ACTIVATIONS,) * 3
+ON_THE_HOST: dict[str, dict[str, Any]] = {
+    "everything": {
+        "exchange": (Exchange.NONE,) * 3,
+        "recompute": (KEEP,) * 3,
+        "model": EVERYTHING,
+        "is_sparse": True,
+    },
+    "bf16": {"exchange": (Exchange.NONE,) * 2, "model": DROPOUT, "precision": HALF},
+    "recomputed in three ways": {"exchange": (Exchange.NONE,) * 3, "recompute": LADDER, "model": EVERYTHING},
+    "sampled on two, recomputed in three ways": {
+        "data_parallel_degree": 2,
+        "num_parts": 2,
+        "fan_outs": (2, 40, 5),
+        "seeds_per_batch": 70,
+        "exchange": (Exchange.NONE,) * 3,
+        "recompute": (KEEP, Recompute.SELECTIVE, Recompute.ATTENTION),
+        "model": EVERYTHING,
+    },
+    **{
+        f"{name}{how}": {
+            "graph_parallel_degree": 2,
+            "exchange": exchange,
+            "recompute": recompute,
+            "model": dataclasses.replace(EVERYTHING, **SEVEN_HEADS),
+            **choices,
+        }
+        for name, exchange, choices in (
+            ("halo and all-gather", (HALO, GATHER, HALO), {}),
+            ("overlapped", (HALO, GATHER, HALO), {"overlaps": True}),
+            ("of rows", (HALO, GATHER, HALO), {"payload": ROWS, "has_empty_part": True}),
+            (
+                "overlapped, of rows, bf16",
+                (HALO, GATHER, GATHER),
+                {"overlaps": True, "payload": ROWS, "precision": HALF},
+            ),
+            ("heads", (HEADS, HEADS, HEADS), {"num_parts": 6, "step": 2}),
+        )
+        for how, recompute in {"": (KEEP,) * 3, ", recomputed in three ways": LADDER}.items()
+    },
+}
 CASES = {
     "full graph": Case(),
     "dropout and encodings": Case(model=dataclasses.replace(ENCODED, dropout_ratio=0.3)),
@@ -180,6 +225,19 @@ CASES = {
         recompute=LADDER,
         model=EVERYTHING,
         is_sparse=True,
+    ),
+    **{
+        f"{name}, on the host": Case(**{**choices, "offload": AWAY[: len(choices["exchange"])]})
+        for name, choices in ON_THE_HOST.items()
+    },
+    "optimizer on the host": Case(offload_optimizer=True, recompute=(Recompute.SELECTIVE, KEEP), model=DROPOUT),
+    "optimizer and a layer on the host, buckets beside the backward pass": Case(
+        data_parallel_degree=2,
+        num_parts=4,
+        offload=(Offload.NONE, Offload.ACTIVATIONS),
+        offload_optimizer=True,
+        gradient_bucket_bytes=4 * KIB,
+        overlap_gradients=True,
     ),
     "sparse features": Case(is_sparse=True),
     "sparse features, encodings, bf16": Case(is_sparse=True, model=ENCODED, precision=Dtype.BFLOAT16),
@@ -534,6 +592,9 @@ def _plan(case: Case, graph: Graph, part_N: np.ndarray, num_parts: int) -> Plan:
         sampled=_sampled(case, graph),
         keep_batches=case.keep_batches,
         prefetch_batches=case.prefetch_batches,
+        offload=case.offload,
+        offload_min_bytes=1,
+        offload_optimizer=case.offload_optimizer,
     )
 
 

@@ -1,11 +1,12 @@
 """What a task of each kind does, as the profiler shows it: the operators that must have run, with their operands."""
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from simulator.specs.model import NUM_DEGREE_BUCKETS
-from simulator.specs.program import BATCH_KINDS, Phase, Task, TaskKind
+from simulator.specs.program import BATCH_KINDS, HOST_COPIES, Phase, Task, TaskKind
 from simulator.specs.units import Dtype
 from tests.conformance.observe import Dims, ObservedTask, Operands, Operator
 
@@ -17,6 +18,7 @@ _COMPRESSING = {
     TaskKind.LOW_RANK_RESTORE: "restore",
 }
 TYPES = {Dtype.FLOAT32: "float", Dtype.BFLOAT16: "c10::BFloat16"}
+_BYTES_OF_TYPE = {"unsigned char": 1, "float": 4}
 # Operators that cost much: a task runs no other of them than it must.
 GOVERNED = frozenset(
     f"aten::{name}"
@@ -107,10 +109,18 @@ def missing_evidence(task: Task, observed: ObservedTask) -> list[str]:
     for index, operator in enumerate(observed.operators):
         if operator.name in GOVERNED and index not in met:
             found.append(f"also ran {operator.name} {_dims_text(operator.dims)}")
+    if task.kind in HOST_COPIES and (copied := _copied_bytes(observed.operators)) != task.shape[0]:
+        found.append(f"should have copied {task.shape[0]} bytes, but copied {copied}")
     expected_operands = _expected_operands(task)
     if observed.operands != expected_operands:
         found.append(f"should have had {expected_operands} as operands, but had {observed.operands}")
     return found
+
+
+def _copied_bytes(operators: Sequence[Operator]) -> int:
+    """Return the bytes of the tensors that were copied."""
+    copies = [operator for operator in operators if operator.name == "aten::copy_"]
+    return sum(math.prod(copy.dims[0]) * _BYTES_OF_TYPE[copy.types[0]] for copy in copies)
 
 
 def _similar(operators: Iterable[Operator], expected: Expected | ExpectedOperand) -> list[str]:
@@ -129,7 +139,7 @@ def _dims_text(dims: Dims) -> str:
 def _expected_operands(task: Task) -> tuple[Operands, ...]:
     if task.kind is TaskKind.SPARSE_LINEAR:
         return (Operands(function="mm", counts=(task.shape[1],)),)
-    if task.kind is TaskKind.OPTIMIZER:
+    if task.kind in (TaskKind.OPTIMIZER, TaskKind.HOST_OPTIMIZER):
         return (Operands(function="_fused_adamw_", counts=task.shape),)
     if task.kind in BATCH_KINDS:
         return (Operands(function="batch", counts=task.shape),)
@@ -214,7 +224,7 @@ def _expected_operators(task: Task) -> Sequence[Expected | ExpectedOperand]:
             return [_aten(name) for name in ("linalg_qr", "mm", "addmm") for _ in range(task.shape[1])]
         case TaskKind.LOW_RANK_PROJECT | TaskKind.LOW_RANK_RESTORE:
             return [_aten("mm") for _ in range(task.shape[1])]
-        case TaskKind.OPTIMIZER:
+        case TaskKind.OPTIMIZER | TaskKind.HOST_OPTIMIZER:
             # The buffer of gradients holds the loss too.
             return [_aten("_fused_adamw_"), _aten("zero_", (task.shape[0] + 1,), dtype=task.dtype)]
         case _:

@@ -19,7 +19,7 @@ from simulator.specs.gradients import CompressionKind, GradientCompression
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import EdgeBias, ModelSpec
 from simulator.specs.order import NodeOrder, OrderSpec
-from simulator.specs.plan import Exchange, ExchangePayload, Plan, Recompute, SampledBatches, batch_parts
+from simulator.specs.plan import Exchange, ExchangePayload, Offload, Plan, Recompute, SampledBatches, batch_parts
 from simulator.specs.sampling import NeighbourKind, NeighbourSpec
 from simulator.specs.train import TrainSpec
 from simulator.specs.units import MIB, Dtype
@@ -56,6 +56,7 @@ class ParityCase:
         seeds_per_batch: of a replica, where neighbourhoods are sampled.
         keep_batches, prefetch_batches: as in `Plan`.
         ranks_per_host: for hierarchical exchanges.
+        offload, offload_optimizer: as in `Plan`; tensors of any size go to the host.
     """
 
     graph_name: str = "awkward"
@@ -83,6 +84,8 @@ class ParityCase:
     keep_batches: bool = False
     prefetch_batches: int = 0
     ranks_per_host: int | None = None
+    offload: tuple[Offload, ...] = ()
+    offload_optimizer: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -153,6 +156,9 @@ class ParityCase:
             sampled=self._sampled,
             keep_batches=self.keep_batches,
             prefetch_batches=self.prefetch_batches,
+            offload=self.offload,
+            offload_min_bytes=1,
+            offload_optimizer=self.offload_optimizer,
         )
 
     @property
@@ -548,6 +554,21 @@ def _memory() -> dict[str, ParityCase]:
     for name, case in ways.items():
         for kind in (SELECTIVE, DENSE, ATTENTION):
             found[f"{name}, {kind} recomputed"] = replace(case, recompute=(kind, kind))
+    both = (Offload.ACTIVATIONS, Offload.ACTIVATIONS)
+    for name, case in ways.items():
+        found[f"{name}, on the host"] = replace(case, offload=both)
+    found["full graph, recomputed and on the host"] = replace(
+        ways["full graph"], offload=both, recompute=(ATTENTION, SELECTIVE), offload_optimizer=True
+    )
+    found["2 graph ranks, overlapped, recomputed and on the host"] = replace(
+        ways["2 graph ranks, overlapped"], offload=both, recompute=(DENSE, ATTENTION), offload_optimizer=True
+    )
+    found["2 replicas, sampled, one layer on the host"] = replace(
+        ways["2 replicas, sampled"], offload=(Offload.ACTIVATIONS, Offload.NONE), recompute=(SELECTIVE, AGAIN)
+    )
+    found["2 replicas, sampled, optimizer on the host"] = replace(
+        ways["2 replicas, sampled"], offload_optimizer=True, gradient_bucket_bytes=SMALL_BUCKETS, overlap_gradients=True
+    )
     mixed = {"recompute": (ATTENTION, SELECTIVE), "gradient_bucket_bytes": SMALL_BUCKETS, "overlap_gradients": True}
     return found | {
         "2 graph ranks, mixed recomputed, buckets beside": replace(halo, **mixed),

@@ -104,7 +104,7 @@ def _train(case: ParityCase, place: Place) -> RankResult:
     recorder = Recorder(precision=case.precision)
     trainer = Trainer(case.plan, case.graph_spec, case.model, case.train, case.inputs, place, recorder)
     drawn = _copied(dict(trainer.model.named_parameters()))
-    trainer.model.load_state_dict(case.initial)
+    trainer.load_state_dict({**trainer.state_dict(), "model": case.initial})
     first_accuracies = astuple(trainer.evaluate())
     gradients = _gradients_before_updates(trainer)
     losses = [float(trainer.step(step, trainer.batch(step))) for step in range(NUM_STEPS)]
