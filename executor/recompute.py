@@ -252,7 +252,7 @@ class Recomputation:
             source = self._running[0]
             kept = _again(tensor, source, is_internal=True, index=source.num_internals)
             source.num_internals += 1
-        kept = kept or self._kept(tensor)
+        kept = kept or self._kept(tensor.detach())  # an output that it holds would hold it
         kept.hold()
         return kept
 
@@ -275,13 +275,13 @@ class Recomputation:
         internals: list[Tensor] = []
         own = _memory_of(arguments)
 
-        def save(tensor: Tensor) -> Tensor:
+        def save(tensor: Tensor) -> None:
+            # Nothing goes backward here: autograd keeps nothing, of outputs least of all, which would keep themselves.
             if operation.kind in _WITH_INTERNALS and storage_key(tensor) not in own:
-                internals.append(tensor)
-            return tensor
+                internals.append(tensor.detach())
 
         def run() -> Sequence[Tensor]:
-            with torch.enable_grad(), saved_tensors_hooks(save, lambda tensor: tensor):
+            with torch.enable_grad(), saved_tensors_hooks(save, lambda nothing: nothing):
                 result = self._recorder.run(name, operation, *arguments)
             return result if isinstance(result, tuple) else (result,)
 

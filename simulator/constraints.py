@@ -199,8 +199,8 @@ def _offload_violations(plan: Plan) -> list[str]:
     for index, (offload, recompute) in enumerate(zip(plan.offload, plan.recompute, strict=False)):
         if offload is Offload.ACTIVATIONS and recompute is Recompute.LAYER:
             found.append(
-                f"offload[{index}] must be none when recompute[{index}] is layer: only the layer's input is kept, which "
-                "stays; use attention or dense"
+                f"offload[{index}] must be none when recompute[{index}] is layer: only the layer's input is kept, "
+                "which stays; use attention or dense"
             )
     for field, is_asked in (
         ("offload", Offload.ACTIVATIONS in plan.offload),
@@ -208,8 +208,8 @@ def _offload_violations(plan: Plan) -> list[str]:
     ):
         if is_asked and plan.step_mode is not StepMode.EAGER:
             found.append(
-                f"{field} must be left out when step_mode is {plan.step_mode}: replayed steps do not wait for the host; "
-                "use eager"
+                f"{field} must be left out when step_mode is {plan.step_mode}: replayed steps do not wait for the "
+                "host; use eager"
             )
     return found
 

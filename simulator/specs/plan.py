@@ -365,7 +365,7 @@ class Plan:
         return bool(self.offload) and self.offload[layer] is Offload.ACTIVATIONS
 
     def splits_projection(self, layer: int) -> bool:
-        """Return whether queries are made apart from keys and values: alone they are needed again once rows travelled."""
+        """Return whether queries are made apart from keys and values, since they alone are computed again."""
         return self.recompute[layer] in QUERIES_APART and self.exchange[layer] in ROW_EXCHANGES
 
     def graph_group(self, rank: int) -> tuple[int, ...]:
