@@ -251,7 +251,7 @@ class GraphTransformer(nn.Module):
 
 
 def _settle(before: LayerOffload | None, rows_NC: Tensor) -> None:
-    """Free what the layer before keeps on the host, now that `rows_NC` are made; it comes back before their backward pass."""
+    """Free on the device what the layer before keeps on the host, until the backward pass reaches `rows_NC`."""
     if before is not None:
         before.settle()
         rows_NC.register_hook(before.copy_in)

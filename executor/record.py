@@ -431,7 +431,11 @@ def spans_of_kernels(events: Sequence[dict[str, Any]], marks: Iterable[Mark], *,
     spans = []
     latest = 0.0
     for mark in marks:
-        kernel = times.get(mark.name, KernelTime(start_seconds=latest, busy_seconds=0.0))
+        # What the host computes itself launches nothing that counts.
+        host_seconds = mark.end_seconds - mark.start_seconds if mark.kind is TaskKind.HOST_OPTIMIZER else 0.0
+        kernel = KernelTime(start_seconds=latest, busy_seconds=host_seconds)
+        if mark.kind is not TaskKind.HOST_OPTIMIZER:
+            kernel = times.get(mark.name, kernel)
         latest = max(latest, kernel.start_seconds + kernel.busy_seconds)
         spans.append(
             replace(

@@ -569,7 +569,11 @@ def _memory() -> dict[str, ParityCase]:
     found["2 replicas, sampled, optimizer on the host"] = replace(
         ways["2 replicas, sampled"], offload_optimizer=True, gradient_bucket_bytes=SMALL_BUCKETS, overlap_gradients=True
     )
-    mixed = {"recompute": (ATTENTION, SELECTIVE), "gradient_bucket_bytes": SMALL_BUCKETS, "overlap_gradients": True}
+    mixed: dict[str, Any] = {
+        "recompute": (ATTENTION, SELECTIVE),
+        "gradient_bucket_bytes": SMALL_BUCKETS,
+        "overlap_gradients": True,
+    }
     return found | {
         "2 graph ranks, mixed recomputed, buckets beside": replace(halo, **mixed),
         "2 hosts of 2 ranks, hierarchical, overlapped, mixed recomputed": ParityCase(
