@@ -24,7 +24,7 @@ from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import EdgeBias, ModelSpec
 from simulator.specs.plan import ROW_EXCHANGES, Exchange, Plan, Recompute
-from simulator.specs.units import Dimension, format_quantity
+from simulator.specs.units import MIB, Dimension, format_quantity
 from simulator.workload import RankWork, num_input_columns, num_parameters, parameter_shapes, rank_work
 
 INDEX_BYTES = 8  # torch's indices are int64
@@ -33,6 +33,8 @@ EDGE_BYTES = 3 * 4  # source of an edge by target, and in the transpose its targ
 # Beside torch's allocator: CUDA context and NCCL buffers hold 2.5 GB on an H200 with torch 2.11 (DESIGN.md section 7);
 # a process with torch, PyG and SciPy imported holds about 0.5 GB on a CPU (resident size before the first tensor).
 CONTEXT_BYTES = {DeviceKind.CUDA: 2_500_000_000, DeviceKind.CPU: 500_000_000}
+
+_PIECE_BYTES = 2 * MIB
 
 RankMemory = tuple[tuple[str, int], ...]  # category and bytes
 
@@ -69,6 +71,15 @@ def total_bytes(memory: RankMemory) -> int:
 def allocated_bytes(memory: RankMemory) -> int:
     """Return what torch's allocator holds at the peak: all but the context beside it."""
     return sum(num_bytes for category, num_bytes in memory if category != "context")
+
+
+def reserved_bytes(memory: RankMemory) -> int:
+    """Return what torch's allocator holds of the device at the peak, in use or not.
+
+    It takes memory in pieces of 2 MiB (`kLargeBuffer` and `kRoundLarge` of torch's CUDACachingAllocator); that pieces
+    are cut up and lie idle is left out.
+    """
+    return -(-allocated_bytes(memory) // _PIECE_BYTES) * _PIECE_BYTES
 
 
 def largest_category(plan_memory: Sequence[RankMemory]) -> str:
