@@ -3,11 +3,12 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in __all__
 
 from executor.mesh import joined_mesh
 from executor.record import Recorder
@@ -31,9 +32,9 @@ TRAIN = TrainSpec(num_steps=3, learning_rate=0.01, seed=1)
 TOLERANCE = 0.04
 
 
-def peak_of(events: list[dict], *, start: int = 0) -> int:
+def peak_of(events: list[dict[str, Any]]) -> int:
     """Return the most bytes that were allocated at a time, over those of the beginning."""
-    held = peak = start
+    held = peak = 0
     for event in sorted((event for event in events if event.get("name") == "[memory]"), key=lambda each: each["ts"]):
         held += event["args"]["Bytes"]
         peak = max(peak, held)

@@ -4,6 +4,7 @@ import gc
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from executor.operations import GELU, LAYER_NORM, LINEAR
 from executor.recompute import Here, Recomputation, storage_key
@@ -22,7 +23,8 @@ class Feed(nn.Module):
         run = recorder.run
         normed = run("layer0.norm", LAYER_NORM, x_ND, self.norm.weight, self.norm.bias)
         hidden = run("layer0.act", GELU, run("layer0.up", LINEAR, normed, self.up.weight, self.up.bias))
-        return run("layer0.down", LINEAR, hidden, self.down.weight, self.down.bias)
+        out_ND: torch.Tensor = run("layer0.down", LINEAR, hidden, self.down.weight, self.down.bias)
+        return out_ND
 
 
 def gradients(names: set[str], recorder: Recorder) -> list[torch.Tensor]:
@@ -31,7 +33,8 @@ def gradients(names: set[str], recorder: Recorder) -> list[torch.Tensor]:
     with Recomputation(recorder, "layer0", names).forward():
         out = module(x_ND, recorder)
     out.square().sum().backward()
-    return [x_ND.grad, *(parameter.grad for parameter in module.parameters())]
+    found = [x_ND.grad, *(parameter.grad for parameter in module.parameters())]
+    return [gradient for gradient in found if gradient is not None]
 
 
 def test_gradients_are_those_of_kept_results_to_the_last_bit():
@@ -52,12 +55,12 @@ def test_each_operation_runs_again_once_where_it_is_first_needed():
 
 
 def test_what_was_made_again_is_gone_after_the_backward_pass_without_the_collector(monkeypatch):
-    made = []
+    made: list[StorageWeakRef] = []
     run_again = Recomputation._run_again
 
     def look(self, *arguments):
         found = run_again(self, *arguments)
-        made.extend(torch.multiprocessing.reductions.StorageWeakRef(each.untyped_storage()) for each in found.results)
+        made.extend(StorageWeakRef(each.untyped_storage()) for each in found.results)
         return found
 
     monkeypatch.setattr(Recomputation, "_run_again", look)

@@ -208,7 +208,7 @@ def epoch_of(plan: Plan, model: ModelSpec, cluster: ClusterSpec, calibration: Ca
 def test_the_result_is_the_best_of_all_plans(folder, calibration, devices, memory_bytes, search, num_ranks):
     cluster = made_cluster(devices_per_host=devices, memory_bytes=memory_bytes)
     file = found(folder, cluster=cluster, search=search, calibration=calibration)
-    epochs = {}
+    epochs: dict[Plan, float] = {}
     for plan in all_plans(cluster, search, folder, MODEL.num_layers):
         steps = range(plan.steps_per_epoch)
         memory = peak_memory(plan, SPEC, MODEL, cluster, steps=steps, seed=TRAIN.seed)

@@ -12,7 +12,7 @@ from simulator.specs.cluster import BUILT_IN_CLUSTERS, DeviceKind, host_bytes_pe
 from simulator.specs.model import EdgeBias
 from simulator.specs.plan import Exchange, Offload, Plan, Recompute
 from simulator.specs.program import Phase, Stream, Task, TaskKind
-from simulator.specs.units import GB
+from simulator.specs.units import GB, Dtype
 from simulator.workload import lower, rank_work
 from tests.made import equal_parts, graph_of, made_calibration, made_cluster, made_model, made_plan
 
@@ -167,7 +167,7 @@ def test_copies_without_samples_cost_what_the_narrowest_pcie_link_takes():
     rate = host_bytes_per_second(BUILT_IN_CLUSTERS["h100x8-ndr"])
     assert rate == 57.6 * GB  # PCIe 5, 16 lanes, as NCCL counts them
     calibration = dataclasses.replace(made_calibration(), computes=())
-    copy = Task(name="c", kind=TaskKind.COPY_TO_HOST, phase=Phase.FORWARD, shape=(10**9,), dtype="fp32")
+    copy = Task(name="c", kind=TaskKind.COPY_TO_HOST, phase=Phase.FORWARD, shape=(10**9,), dtype=Dtype.FLOAT32)
     costs = ComputeCosts(calibration, busy_devices=1, host_bytes_per_second=rate)
     assert costs.price(copy).device_seconds == pytest.approx(1e9 / (57.6 * GB))
     with pytest.raises(CalibrationError, match="copy_to_host"):
