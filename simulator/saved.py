@@ -6,20 +6,53 @@ their sum against what was copied, so this list is exact.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from simulator.exchange_tasks import GroupWork
 from simulator.exchanges import head_counts, rank_columns, rank_heads
 from simulator.recompute import is_made_again
 from simulator.specs.cluster import DeviceKind
 from simulator.specs.model import EdgeBias, ModelSpec
-from simulator.specs.plan import HALO_EXCHANGES, ROW_EXCHANGES, Exchange, ExchangePayload, Plan, Recompute
+from simulator.specs.plan import HALO_EXCHANGES, ROW_EXCHANGES, Exchange, ExchangePayload, Plan, Recompute, SampledLayer
 from simulator.specs.units import Dtype
-
-if TYPE_CHECKING:
-    from simulator.workload import RankWork
 
 SCORE_BYTES = 4  # softmax, its sums and edge biases are fp32
 INPUT, BROUGHT, WEIGHTS = "input", "exchange", "weights"  # what is no operation's of the layer, or shared by several
+
+
+class LayerRows(Protocol):
+    """Of what a rank holds (`RankWork` of `workload.py`, which asks here for bytes), rows and edges of its layers."""
+
+    @property
+    def num_rows(self) -> int:
+        """Nodes that it owns."""
+        ...
+
+    @property
+    def group(self) -> GroupWork:
+        """The same and more, as exchanges need it."""
+        ...
+
+    @property
+    def sampled(self) -> tuple[SampledLayer, ...]:
+        """Counts of each layer of a sampled batch."""
+        ...
+
+    def num_input_rows(self, layer: int) -> int:
+        """Return how many rows a layer gets."""
+        ...
+
+    def num_target_rows(self, layer: int) -> int:
+        """Return how many rows a layer returns."""
+        ...
+
+    def num_source_rows(self, exchange: Exchange) -> int:
+        """Return how many rows of keys and values the rank attends to under an exchange."""
+        ...
+
+    def group_of(self, layer: int) -> GroupWork:
+        """Return what a layer's exchange and attention need."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +70,7 @@ class SavedTensor:
     is_late: bool = False
 
 
-def attended(plan: Plan, model: ModelSpec, work: "RankWork", layer: int, exchange: Exchange) -> tuple[int, int, int]:
+def attended(plan: Plan, model: ModelSpec, work: LayerRows, layer: int, exchange: Exchange) -> tuple[int, int, int]:
     """Return targets, sources and heads of a layer's attention."""
     group = work.group
     if exchange is Exchange.HEAD_ALL_TO_ALL:
@@ -49,7 +82,7 @@ def attended(plan: Plan, model: ModelSpec, work: "RankWork", layer: int, exchang
 
 
 def saved_tensors(
-    plan: Plan, model: ModelSpec, work: "RankWork", layer: int, exchange: Exchange, kind: DeviceKind
+    plan: Plan, model: ModelSpec, work: LayerRows, layer: int, exchange: Exchange, kind: DeviceKind
 ) -> list[SavedTensor]:
     """Return what autograd saves of one layer of which nothing is computed again."""
     rows, inputs, size = work.num_target_rows(layer), work.num_input_rows(layer), plan.precision.num_bytes
@@ -78,7 +111,7 @@ def saved_tensors(
     ]
 
 
-def kept_tensors(plan: Plan, model: ModelSpec, work: "RankWork", layer: int, kind: DeviceKind) -> list[SavedTensor]:
+def kept_tensors(plan: Plan, model: ModelSpec, work: LayerRows, layer: int, kind: DeviceKind) -> list[SavedTensor]:
     """Return what a layer keeps between its forward and its backward pass: what it does not compute again."""
     saved = saved_tensors(plan, model, work, layer, plan.exchange[layer], kind)
     if plan.recompute[layer] is Recompute.LAYER:
@@ -86,7 +119,7 @@ def kept_tensors(plan: Plan, model: ModelSpec, work: "RankWork", layer: int, kin
     return [each for each in saved if not is_made_again(plan, layer, each.operation)]
 
 
-def offloaded_bytes(plan: Plan, model: ModelSpec, work: "RankWork", layer: int, kind: DeviceKind) -> int:
+def offloaded_bytes(plan: Plan, model: ModelSpec, work: LayerRows, layer: int, kind: DeviceKind) -> int:
     """Return the bytes of what a layer keeps that go to the host's memory meanwhile."""
     if not plan.offloads(layer):
         return 0
@@ -97,7 +130,7 @@ def offloaded_bytes(plan: Plan, model: ModelSpec, work: "RankWork", layer: int, 
 
 
 def _of_attention(
-    plan: Plan, model: ModelSpec, work: "RankWork", layer: int, exchange: Exchange, kind: DeviceKind
+    plan: Plan, model: ModelSpec, work: LayerRows, layer: int, exchange: Exchange, kind: DeviceKind
 ) -> Iterator[tuple[str, int]]:
     """Yield what attention and its exchange save: operation and bytes."""
     rows, inputs, size = work.num_target_rows(layer), work.num_input_rows(layer), plan.precision.num_bytes

@@ -187,8 +187,8 @@ class Stream(StrEnum):
     GRADIENTS = "gradients"  # reductions that go on beside the backward pass and its exchanges
     HOST_TO_DEVICE = "host_to_device"
     DEVICE_TO_HOST = "device_to_host"
-    HOST = "host"  # what the host computes itself, and waits for
     LOADER = "loader"  # makes batches, in a thread of its own where they are prefetched
+    HOST = "host"  # what the host computes itself, and waits for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
