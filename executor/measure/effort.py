@@ -180,6 +180,11 @@ def case_shapes(effort: Effort) -> Iterator[tuple[TaskKind, tuple[int, ...]]]:
         yield TaskKind.CLIP, (elements, 40)
         yield TaskKind.OPTIMIZER, (elements, 40)
     for elements in (20_000, 2_000_000):
+        yield TaskKind.HOST_OPTIMIZER, (elements, 40)
+    for num_bytes in (64 * KIB, 32 * MIB):
+        yield TaskKind.COPY_TO_HOST, (num_bytes,)
+        yield TaskKind.COPY_FROM_HOST, (num_bytes,)
+    for elements in (20_000, 2_000_000):
         yield TaskKind.GRADIENT_NORM, (elements, 40)
         yield TaskKind.GRADIENT_SCALE, (elements, 40)
         yield TaskKind.SHARD_COPY, (2, elements // 2)
