@@ -50,9 +50,11 @@ def before_attention(run: Run, weights: Weights, h_ND: Tensor, sums: TensorSums 
     return run("query_key_value", operations.PROJECTION, x_ND, weights["query_key_value.weight"])  # type: ignore[no-any-return]
 
 
-def before_attention_apart(run: Run, weights: Weights, h_ND: Tensor) -> tuple[Tensor, Tensor]:
+def before_attention_apart(
+    run: Run, weights: Weights, h_ND: Tensor, sums: TensorSums | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the same by two products, so that queries can be made again without keys and values."""
-    x_ND, weight = normed(run, weights, h_ND), weights["query_key_value.weight"]
+    x_ND, weight = normed(run, weights, h_ND, sums), weights["query_key_value.weight"]
     return run("query", operations.QUERY, x_ND, weight), run("key_value", operations.KEY_VALUE, x_ND, weight)
 
 

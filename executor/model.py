@@ -241,7 +241,7 @@ class GraphTransformer(nn.Module):
             x_ND = normed(run, weights, h_ND, sums) if compiled is None else compiled.norm(weights, h_ND)
             return h_ND, attention.overlapped(x_ND, sends_rows=sends_rows) if overlaps else attention.of_rows(x_ND)
         if settings.recompute[index] in QUERIES_APART and exchange in ROW_EXCHANGES:
-            q_ND, kv_N2D = before_attention_apart(run, weights, h_ND)
+            q_ND, kv_N2D = before_attention_apart(run, weights, h_ND, sums)
         elif compiled is None:
             q_ND, kv_N2D = before_attention(run, weights, h_ND, sums)
         else:

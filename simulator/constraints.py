@@ -26,7 +26,6 @@ def violations(plan: Plan, graph: GraphSpec, model: ModelSpec, cluster: ClusterS
     return [
         *mesh,
         *_sharing_violations(plan, model),
-        *_shared_memory_violations(plan),
         *_batch_violations(plan),
         *_sample_violations(plan, model),
         *_loading_violations(plan),
@@ -139,31 +138,6 @@ def _sharing_violations(plan: Plan, model: ModelSpec) -> list[str]:
             f"step_mode must be eager when {field}, got {plan.step_mode}: memory of parameters is given up and taken "
             "again in each step"
         )
-    return found
-
-
-def _shared_memory_violations(plan: Plan) -> list[str]:
-    """Say which choices of what layers keep do not go with ranks that share heads or parameters."""
-    shares = []
-    if plan.tensor_parallel_degree > 1:
-        shares.append((f"tensor_parallel_degree is {plan.tensor_parallel_degree}", "sums over ranks lie between"))
-    if plan.shares_out:
-        shares.append((f"shard_parameters is {plan.shard_parameters}", "weights come and go"))
-    found = []
-    for field, why in shares:
-        if kinds := sorted({kind.value for kind in plan.recompute if RECOMPUTED.get(kind)}):
-            found.append(
-                f"recompute must be none or layer when {field}, got {', '.join(kinds)}: {why} the operations that "
-                "would run again"
-            )
-        if Offload.ACTIVATIONS in plan.offload:
-            found.append(
-                f"offload must be none when {field}, got activations: what is kept of each rank is not counted"
-            )
-        if plan.offload_optimizer:
-            found.append(
-                f"offload_optimizer must be false when {field}: the host updates all parameters of a rank, alike on all"
-            )
     return found
 
 
@@ -301,6 +275,17 @@ def _offload_violations(plan: Plan) -> list[str]:
             found.append(
                 f"{field} must be left out when step_mode is {plan.step_mode}: replayed steps do not wait for the "
                 "host; use eager"
+            )
+    shares = []
+    if plan.tensor_parallel_degree > 1:
+        shares.append(f"tensor_parallel_degree is {plan.tensor_parallel_degree}")
+    if plan.shares_out:
+        shares.append(f"shard_parameters is {plan.shard_parameters}")
+    for field in shares:
+        if plan.offload_optimizer:
+            found.append(
+                f"offload_optimizer must be left out when {field}: ranks join shares of the optimizer's state for "
+                "checkpoints, which they do on their devices"
             )
     return found
 

@@ -511,8 +511,8 @@ class _RankLowering:
         for operation in reversed(self._head()):
             self._add_backward(operation)
             if operation.kind is TaskKind.LOSS:
-                self._add_gather_ahead(last)
                 self._add_copy_in(last)
+                self._add_gather_ahead(last)
         for index in reversed(range(self.model.num_layers)):
             if self.plan.shard_parameters is ParameterSharding.ZERO3:
                 self._add_unpacking(f"layer{index}", Phase.BACKWARD)
@@ -574,12 +574,12 @@ class _RankLowering:
     def _add_backward_of_layer(self, index: int, operations: list[Operation]) -> None:
         """Add a layer's backward pass with what is computed again in it, where it is first needed."""
         backward, done = list(reversed(operations)), set[str]()
-        self._add_backward(backward.pop(0))
         # The last task, a sum, saved nothing; the one before it asks for what it saved.
+        self._add_backward(backward.pop(0))
+        while backward[0].kind in (TaskKind.BIAS, TaskKind.ALL_REDUCE):  # nor did these
+            self._add_backward(backward.pop(0))
         self._awaited.update(self._arrivals.get(index, ()))
         if self.plan.recompute[index] is Recompute.LAYER:
-            while backward[0].kind in (TaskKind.BIAS, TaskKind.ALL_REDUCE):  # nor did these
-                self._add_backward(backward.pop(0))
             for operation in operations:
                 self._add_forward(operation, Phase.RECOMPUTE)
         forward = {operation.name: operation for operation in operations if operation.kind is not None}

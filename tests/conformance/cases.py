@@ -56,6 +56,7 @@ EVERYTHING = dataclasses.replace(ENCODED, dropout_ratio=0.3, edge_bias=EdgeBias.
 SEVEN_HEADS: dict[str, Any] = {"width": 28, "num_heads": 7}
 # For ranks that share heads and feed-forward columns.
 FOUR_HEADS = ModelSpec(width=40, num_heads=4, num_layers=2, feed_forward_width=56)
+ALL_OF_FOUR_HEADS = dataclasses.replace(FOUR_HEADS, dropout_ratio=0.3, edge_bias=EdgeBias.DEGREE, num_layers=3)
 SIX_HEADS = ModelSpec(width=36, num_heads=6, num_layers=2, feed_forward_width=50)
 TRAIN = TrainSpec(num_steps=10, learning_rate=0.01, seed=5)
 GRAPH = CommunityGraph(num_nodes=700, num_edges=4000, num_classes=7, num_features=11)
@@ -573,6 +574,73 @@ CASES = {
         overlaps=True,
         model=FOUR_HEADS,
         shard_parameters=ParameterSharding.ZERO2,
+    ),
+    "tensor, recomputed in three ways": Case(
+        tensor_parallel_degree=2, exchange=(Exchange.NONE,) * 3, recompute=LADDER, model=ALL_OF_FOUR_HEADS
+    ),
+    "tensor, recomputed in three ways, on the host": Case(
+        tensor_parallel_degree=2,
+        exchange=(Exchange.NONE,) * 3,
+        recompute=LADDER,
+        offload=AWAY,
+        model=ALL_OF_FOUR_HEADS,
+        precision=HALF,
+    ),
+    "tensor, on the host without dropout": Case(tensor_parallel_degree=2, offload=AWAY[:2], model=FOUR_HEADS),
+    "tensor, halo and all-gather, recomputed in three ways, on the host": Case(
+        graph_parallel_degree=2,
+        tensor_parallel_degree=2,
+        exchange=(GATHER, HALO, GATHER),
+        recompute=LADDER,
+        offload=AWAY,
+        model=ALL_OF_FOUR_HEADS,
+    ),
+    "tensor, overlapped, recomputed in three ways, on the host": Case(
+        graph_parallel_degree=2,
+        tensor_parallel_degree=2,
+        exchange=(GATHER, HALO, GATHER),
+        recompute=LADDER,
+        overlaps=True,
+        offload=AWAY,
+        model=ALL_OF_FOUR_HEADS,
+        precision=HALF,
+    ),
+    "shared out, recomputed in three ways": Case(
+        data_parallel_degree=2,
+        num_parts=4,
+        exchange=(Exchange.NONE,) * 3,
+        recompute=LADDER,
+        model=EVERYTHING,
+        shard_parameters=ParameterSharding.ZERO3,
+    ),
+    "shared out, recomputed in three ways, on the host": Case(
+        graph_parallel_degree=2,
+        exchange=(HALO, GATHER, HALO),
+        recompute=LADDER,
+        overlaps=True,
+        offload=AWAY,
+        model=EVERYTHING,
+        precision=HALF,
+        shard_parameters=ParameterSharding.ZERO3,
+    ),
+    "shared out, kept for the backward pass, on the host": Case(
+        data_parallel_degree=2,
+        num_parts=4,
+        exchange=(Exchange.NONE,) * 3,
+        recompute=(KEEP, Recompute.ATTENTION, AGAIN),
+        offload=(*AWAY[:2], Offload.NONE),
+        model=EVERYTHING,
+        shard_parameters=ParameterSharding.ZERO2,
+    ),
+    "shared out, tensor, recomputed in three ways, on the host": Case(
+        data_parallel_degree=2,
+        tensor_parallel_degree=2,
+        num_parts=4,
+        exchange=(Exchange.NONE,) * 3,
+        recompute=LADDER,
+        offload=AWAY,
+        model=ALL_OF_FOUR_HEADS,
+        shard_parameters=ParameterSharding.ZERO3,
     ),
 }
 

@@ -61,7 +61,8 @@ FEED = ["feed_forward_dropout", "feed_forward_norm", "feed_forward_up", "feed_fo
             Exchange.HALO,
             Recompute.ATTENTION,
             True,
-            [*FEED, "attention_norm", "query", "edge_bias", "attention_whole"],
+            # Projections are one node of autograd with attention, which is asked for when its result is.
+            [*FEED, "edge_bias", "attention_whole", "attention_norm"],
         ),
         # Heads came by an exchange, and so did what attention made of rows.
         (Exchange.HEAD_ALL_TO_ALL, Recompute.ATTENTION, False, [*FEED, "edge_bias", "attention", "attention_norm"]),
