@@ -17,10 +17,13 @@ from simulator.specs.plan import (
     ROW_EXCHANGES,
     Exchange,
     ExchangePayload,
+    Offload,
     ParameterSharding,
     PartitionSpec,
     Plan,
+    Recompute,
     SampledBatches,
+    StepMode,
 )
 from simulator.specs.search import BatchKind, SearchSpec
 from simulator.specs.shares import PartShares
@@ -91,8 +94,8 @@ def candidates(
             if has_shares:
                 exchanges = [(Exchange.HALO, dict(_PLAIN_EXCHANGE))]
             plain_cut = replace(cut, hosts=None)
-            for (exchange, choices), recompute, precision, reduction in itertools.product(
-                exchanges, search.recomputes, search.precisions, reductions
+            for (exchange, choices), memory, precision, reduction in itertools.product(
+                exchanges, list(_memory_choices(search, model)), search.precisions, reductions
             ):
                 if not _shortens(choices["exchange_precision"], precision):
                     continue
@@ -104,18 +107,43 @@ def candidates(
                     partition=cut if exchange is Exchange.HIERARCHICAL_HALO else plain_cut,
                     parts_per_batch=batches.parts_per_batch,
                     exchange=(exchange,) * model.num_layers,
-                    recompute=(recompute,) * model.num_layers,
                     precision=precision,
                     gradient_bucket_bytes=reduction.bucket_bytes,
                     overlap_gradients=reduction.overlaps,
                     gradient_compression=reduction.compression,
-                    step_mode=step_mode,
+                    **({"step_mode": step_mode} | memory),
                     between_edges=batches.kind is not BatchKind.ISOLATED_CLUSTERS,
                     sampled=sampled(replicas) if sampled and batches.kind is BatchKind.SAMPLED else None,
                     keep_batches=batches.are_kept,
                     prefetch_batches=batches.num_prefetched,
                     **choices,
                 )
+
+
+def _memory_choices(search: SearchSpec, model: ModelSpec) -> Iterator[dict[str, Any]]:
+    """Yield what layers keep and where, in the order of the search's choices; only what is kept can lie on the host."""
+    for on_host, offload, recompute in itertools.product(search.offload_optimizers, search.offloads, search.recomputes):
+        is_away = offload is Offload.ACTIVATIONS
+        if is_away and recompute is Recompute.LAYER:
+            continue
+        yield {
+            "recompute": (recompute,) * model.num_layers,
+            "offload": (offload,) * model.num_layers if is_away else (),
+            "offload_optimizer": on_host,
+            # Steps that go to the host are not replayed.
+            **({"step_mode": StepMode.EAGER} if is_away or on_host else {}),
+        }
+
+
+def keeping_all(plan: Plan) -> Plan | None:
+    """Return the plan that keeps all on the device, if this one is worth a try only where that one does not fit.
+
+    A layer that is computed again as a whole is tried beside it: it is what a person would ask about.
+    """
+    plain = replace(plan, recompute=(Recompute.NONE,) * len(plan.recompute), offload=(), offload_optimizer=False)
+    goes_away = bool(plan.offload) or plan.offload_optimizer
+    is_between = any(kind not in (Recompute.NONE, Recompute.LAYER) for kind in plan.recompute)
+    return replace(plain, step_mode=StepMode.EAGER) if goes_away or is_between else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

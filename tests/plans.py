@@ -15,7 +15,16 @@ from simulator.specs.files import write_plan
 from simulator.specs.gradients import GradientCompression
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import ModelSpec
-from simulator.specs.plan import Exchange, ExchangePayload, ParameterSharding, PartitionSpec, Plan, Recompute, StepMode
+from simulator.specs.plan import (
+    Exchange,
+    ExchangePayload,
+    Offload,
+    ParameterSharding,
+    PartitionSpec,
+    Plan,
+    Recompute,
+    StepMode,
+)
 from simulator.specs.train import TrainSpec
 from simulator.specs.units import MIB, Dtype
 
@@ -56,6 +65,9 @@ class Choices:
     exchange_precision: Dtype | None = None
     exchange_chunk_bytes: int | None = None
     part_ranks: tuple[int, ...] = ()
+    offload: Offload | tuple[Offload, ...] = ()
+    offload_min_bytes: int = 1 * MIB
+    offload_optimizer: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -112,6 +124,9 @@ def plan_of(
         exchange_payload=choices.exchange_payload,
         exchange_precision=choices.exchange_precision,
         exchange_chunk_bytes=choices.exchange_chunk_bytes,
+        offload=(choices.offload,) * model.num_layers if isinstance(choices.offload, Offload) else choices.offload,
+        offload_min_bytes=choices.offload_min_bytes,
+        offload_optimizer=choices.offload_optimizer,
     )
 
 

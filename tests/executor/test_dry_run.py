@@ -16,6 +16,7 @@ from planner.hosts import host_rows
 from simulator.readers.partitions import parts_sha256, read_partition
 from simulator.specs.files import read_plan, write_plan
 from simulator.specs.gradients import CompressionKind, GradientCompression
+from simulator.specs.mesh import AXES
 from simulator.specs.plan import Exchange, ExchangePayload, Recompute
 from simulator.specs.program import Program
 from simulator.specs.units import GIB, Dtype
@@ -99,7 +100,8 @@ def test_a_plan_that_runs_has_nothing_wrong(command, tmp_path, name):
     assert (found["findings"], found["misfit"]) == ([], "")
     assert found["num_ranks"] == choices.num_ranks == sum(len(each["ranks"]) for each in found["memory"])
     assert len(found["ranks_run"]) == found["num_rank_classes"]
-    assert found["mesh"] == {"dp": choices.data_parallel_degree, "gp": choices.graph_parallel_degree}
+    degrees = (choices.data_parallel_degree, 1, choices.graph_parallel_degree, choices.tensor_parallel_degree)
+    assert found["mesh"] == dict(zip(AXES, degrees, strict=True))
     assert any("edges and halo rows of all parts" in sentence for sentence in found["checked"])
     assert not run.out.exists()
 

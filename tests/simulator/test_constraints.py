@@ -360,6 +360,10 @@ def test_a_part_may_have_as_many_ranks_as_there_are_heads():
             f"exchange[1] must be halo {WHERE}, got all_gather",
         ),
         (
+            {"recompute": (Recompute.LAYER, Recompute.DENSE)},
+            f"recompute must be none or layer {WHERE}, got dense",
+        ),
+        (
             {"overlap_exchange": True},
             f"overlap_exchange must be false {WHERE}: attention begins once rows of all its ranks came",
         ),
