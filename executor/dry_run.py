@@ -7,7 +7,7 @@ against those of its peers, memory is added up, and of ranks that do the same on
 import resource
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +27,7 @@ from simulator.specs.cluster import DeviceKind
 from simulator.specs.decision import PlanFile
 from simulator.specs.files import read_plan
 from simulator.specs.mesh import AXES
-from simulator.specs.plan import StepMode
+from simulator.specs.plan import Offload, StepMode
 from simulator.specs.program import Program, Task
 from simulator.workload import RankWork, lower, rank_work
 
@@ -115,7 +115,7 @@ def dry_run(run: PlanRun, *, on_progress: Callable[[str], None] = lambda _: None
     classes = _class_firsts(programs[0])
     most_tasks = max(map(len, programs[0].shared.lists))
     chosen = _spread(classes, memory, max(MOST_TASKS // most_tasks, LEAST_RANKS))
-    rehearsals = _rehearsals(file, programs[0], inputs, chosen, on_progress)
+    rehearsals = _rehearsals(*_on_cores(file, programs[0]), inputs, chosen, on_progress)
     findings += [f"rank {done.rank}, {sentence}" for done in rehearsals for sentence in done.findings]
     run_whole = [done.rank for done in rehearsals if not done.unchecked]
     if run_whole:
@@ -210,6 +210,18 @@ def _spread(firsts: Sequence[int], memory: Sequence[MemoryClass], most_ranks: in
     ordered = sorted(firsts, key=lambda rank: (-bytes_of[rank], rank))
     places = np.linspace(0, len(ordered) - 1, most_ranks).round().astype(int)
     return sorted(ordered[place] for place in places)
+
+
+def _on_cores(file: PlanFile, program: Program) -> tuple[PlanFile, Program]:
+    """Return plan and program of the first step for a cluster of cores, as which a step runs here.
+
+    They differ from those of GPUs only in what attention and norms keep, where that is copied to the host.
+    """
+    if Offload.ACTIVATIONS not in file.plan.offload or file.cluster.device.kind is DeviceKind.CPU:
+        return file, program
+    cluster = replace(file.cluster, device=replace(file.cluster.device, kind=DeviceKind.CPU))
+    lowered = lower(file.plan, file.graph, file.model, cluster, step=STEP, seed=file.train.seed)
+    return replace(file, cluster=cluster), lowered
 
 
 def _rehearsals(

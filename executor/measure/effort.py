@@ -103,7 +103,7 @@ QUICK_CPU = Effort(
     edges=(8192, 65536, 196608),
     attention=attention_cases((8192, 65536, 262_144), _QUICK_GRAPHS, _CPU_HEADS),
     collective_bytes=(4 * KIB, 64 * KIB, 512 * KIB, 2 * MIB, 8 * MIB),
-    case_seconds=0.05,
+    case_seconds=0.045,
     repetitions=5,
 )
 FULL_CPU = Effort(

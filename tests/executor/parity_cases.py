@@ -717,6 +717,41 @@ def _memory() -> dict[str, ParityCase]:
     }
 
 
+def _memory_of_shares() -> dict[str, ParityCase]:
+    """Return ways to keep less of a layer whose heads or parameters ranks share."""
+    both = (Offload.ACTIVATIONS, Offload.ACTIVATIONS)
+    one = ParityCase(tensor_parallel_degree=2, num_heads=4, extras=True)
+    tensor = replace(one, graph_parallel_degree=2, exchange=(HALO, ALL_GATHER))
+    group = replace(tensor, tensor_parallel_degree=1, shard_parameters=ParameterSharding.ZERO3)
+    replicas = ParityCase(
+        data_parallel_degree=2, num_parts=5, num_heads=4, extras=True, shard_parameters=ParameterSharding.ZERO3
+    )
+    return {
+        "2 tensor ranks, dense recomputed": replace(one, recompute=(DENSE, DENSE)),
+        "2 tensor ranks, recomputed and on the host": replace(one, recompute=(ATTENTION, SELECTIVE), offload=both),
+        "2 graph ranks of 2 tensor ranks, recomputed and on the host": replace(
+            tensor, recompute=(DENSE, ATTENTION), offload=both
+        ),
+        "2 graph ranks of 2 tensor ranks, overlapped, recomputed and on the host": replace(
+            tensor, overlaps=True, recompute=(ATTENTION, DENSE), offload=both
+        ),
+        "2 replicas, shared out, mixed recomputed": replace(replicas, recompute=(ATTENTION, SELECTIVE)),
+        "2 graph ranks, shared out, recomputed and on the host": replace(
+            group, recompute=(DENSE, ATTENTION), offload=both
+        ),
+        "2 graph ranks, shared out, overlapped, recomputed and on the host": replace(
+            group,
+            overlaps=True,
+            recompute=(ATTENTION, KEEP),
+            offload=both,
+            shard_parameters=ParameterSharding.ZERO2,
+        ),
+        "2 replicas of 2 tensor ranks, shared out, recomputed and on the host": replace(
+            replicas, tensor_parallel_degree=2, recompute=(DENSE, ATTENTION), offload=both
+        ),
+    }
+
+
 def _bfloat16() -> dict[str, ParityCase]:
     half = Dtype.BFLOAT16
     return {
@@ -837,6 +872,7 @@ EXACT_CASES = {
     **_shared_out(),
     **_parts_of_several_ranks(),
     **_memory(),
+    **_memory_of_shares(),
 }
 ROUNDED_CASES = _bfloat16()
 LOSSY_CASES = _lossy()

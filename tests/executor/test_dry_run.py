@@ -14,11 +14,12 @@ from executor.rehearsal import Rehearsal
 from executor.run import PlanRun
 from planner.hosts import host_rows
 from simulator.readers.partitions import parts_sha256, read_partition
+from simulator.specs.cluster import DeviceKind
 from simulator.specs.files import read_plan, write_plan
 from simulator.specs.gradients import CompressionKind, GradientCompression
 from simulator.specs.mesh import AXES
-from simulator.specs.plan import Exchange, ExchangePayload, Recompute
-from simulator.specs.program import Program
+from simulator.specs.plan import Exchange, ExchangePayload, Offload, Recompute
+from simulator.specs.program import Program, TaskKind
 from simulator.specs.units import GIB, Dtype
 from simulator.workload import lower
 from tests.executor.checkpoint_cases import NUM_SAVED_STEPS, SAVED, UNSAVED, graph_in, planned, saved
@@ -104,6 +105,31 @@ def test_a_plan_that_runs_has_nothing_wrong(command, tmp_path, name):
     assert found["mesh"] == dict(zip(AXES, degrees, strict=True))
     assert any("edges and halo rows of all parts" in sentence for sentence in found["checked"])
     assert not run.out.exists()
+
+
+def test_a_plan_of_gpus_that_keeps_layers_on_the_host_goes_through_on_cores(command, tmp_path):
+    # In 16 bits GPUs keep other tensors than cores, so that other bytes would be copied there.
+    choices = Choices(
+        graph_parallel_degree=2,
+        exchange=(HALO, GATHER),
+        overlap_exchange=True,
+        precision=Dtype.BFLOAT16,
+        recompute=(Recompute.SELECTIVE, Recompute.NONE),
+        offload=Offload.ACTIVATIONS,
+        offload_min_bytes=1,
+        offload_optimizer=True,
+    )
+    run = planned(tmp_path, "a", choices, UNSAVED)
+    cluster = made_cluster(kind=DeviceKind.CUDA, memory_bytes=64 * GIB)
+    found = found_by(command(rewritten(run, cluster=cluster).plan_path, "--json"))
+    assert (found["findings"], len(found["ranks_run"])) == ([], 2)
+    on_gpus, on_cores = (
+        lower(file.plan, file.graph, file.model, each).tasks[0]
+        for file in (read_plan(run.plan_path),)
+        for each in (cluster, made_cluster())
+    )
+    copies = [[task.shape for task in tasks if task.kind is TaskKind.COPY_TO_HOST] for tasks in (on_gpus, on_cores)]
+    assert copies[0] != copies[1]
 
 
 def test_a_hierarchical_exchange_goes_through_on_hosts_of_unequal_numbers_of_ranks(command, tmp_path):

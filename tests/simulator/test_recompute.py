@@ -10,7 +10,7 @@ from simulator.errors import CalibrationError
 from simulator.saved import kept_tensors, offloaded_bytes, saved_tensors
 from simulator.specs.cluster import BUILT_IN_CLUSTERS, DeviceKind, host_bytes_per_second
 from simulator.specs.model import EdgeBias
-from simulator.specs.plan import Exchange, Offload, Plan, Recompute
+from simulator.specs.plan import Exchange, Offload, ParameterSharding, Plan, Recompute
 from simulator.specs.program import Phase, Stream, Task, TaskKind
 from simulator.specs.units import GB, Dtype
 from simulator.workload import lower, rank_work
@@ -98,6 +98,25 @@ def test_each_kind_keeps_less_than_the_one_before_by_hand():
     ]
 
 
+def test_ranks_that_share_heads_keep_their_own_columns_by_hand():
+    # Of two ranks each has half of queries, keys, values, attention's output and the feed-forward columns of 32.
+    model, rows = made_model(width=16, num_heads=4, feed_forward_width=32, num_layers=1), 100
+    kept = []
+    for kind in Recompute:
+        cut = equal_parts(1, num_nodes=rows, num_edges=400)
+        plan = dataclasses.replace(made_plan(cut, num_layers=1, recompute=(kind,)), tensor_parallel_degree=2)
+        work = rank_work(plan, step=0, seed=0)[1]
+        kept.append(sum(each.num_bytes for each in kept_tensors(plan, model, work, 0, DeviceKind.CPU)))
+    whole, scores, norms = 16, rows * 2 * 4, rows * 4 * 4
+    assert kept == [
+        rows * (4 * whole + 3 * 8 + 8 + 2 * 16) * 4 + scores + norms,
+        rows * (2 * whole + 3 * 8 + 8 + 16) * 4 + scores,
+        rows * (2 * whole + 8) * 4 + scores,
+        rows * 2 * whole * 4,
+        rows * whole * 4,
+    ]
+
+
 def offloading(offload: tuple[Offload, ...], **fields) -> Plan:
     cut = equal_parts(1, num_nodes=100, num_edges=400)
     fields = {"offload_min_bytes": 1} | fields
@@ -156,6 +175,18 @@ def test_an_optimizer_on_the_host_takes_gradients_there_and_brings_parameters_ba
         (
             dataclasses.replace(offloading((AWAY,)), recompute=(Recompute.LAYER,)),
             "offload[0] must be none when recompute[0] is layer",
+        ),
+        (
+            offloading((STAYS,), offload_optimizer=True, tensor_parallel_degree=2),
+            "offload_optimizer must be left out when tensor_parallel_degree is 2: ranks join shares",
+        ),
+        (
+            dataclasses.replace(
+                made_plan(equal_parts(2, num_nodes=100, num_edges=400), num_layers=1, exchange=(Exchange.HALO,)),
+                offload_optimizer=True,
+                shard_parameters=ParameterSharding.ZERO3,
+            ),
+            "offload_optimizer must be left out when shard_parameters is zero3: ranks join shares",
         ),
     ],
 )
