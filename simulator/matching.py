@@ -6,7 +6,9 @@ one order of all collectives that no rank departs from, whatever their groups, s
 threads issue collectives one after another, such an order means that none waits for ever: of those that are not over
 yet, the first in that order is the next one on all of its ranks.
 
-A message from one rank to another is an all-to-all of the two in which one sends nothing.
+A message from one rank to another is sent by the one and received by the other. Its sender goes on, so it orders
+nothing behind it; but on each way from a rank to another, of activations or of gradients, messages arrive as they were
+sent.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +21,7 @@ from operator import itemgetter
 import numpy as np
 
 from simulator.meetings import ranks_text
-from simulator.specs.program import Program, SharedTasks, Task, TaskKind, shifted_group
+from simulator.specs.program import MESSAGES, Phase, Program, SharedTasks, Task, TaskKind, shifted_group
 
 # What ranks must agree on beside sizes; a stream stands for a communicator.
 _AGREED = ("kind", "dtype", "stream")
@@ -43,6 +45,16 @@ class _Meeting:
     def is_complete(self) -> bool:
         """Whether all ranks of the group issue it, and no others."""
         return self.tasks.keys() == set(self.group)
+
+    @property
+    def way(self) -> Phase | None:
+        """Of a message, whether it brings activations or gradients, which go their own ways; else None."""
+        first = next(iter(self.tasks.values()))
+        return first.phase if first.kind in MESSAGES else None
+
+    def holds(self, rank: int) -> bool:
+        """Return whether a rank issues nothing more before this is over."""
+        return self.tasks[rank].kind is not TaskKind.SEND
 
     @property
     def text(self) -> str:
@@ -165,6 +177,9 @@ def _disagreements(meetings: Sequence[_Meeting], shared: SharedTasks) -> Iterato
 
 def _disagreement(meeting: _Meeting, tasks: Sequence[Task]) -> Iterator[str]:
     first, ranks = tasks[0], meeting.group
+    if any(task.kind in MESSAGES for task in tasks):
+        yield from _lost(meeting, tasks)
+        return
     for field in _AGREED:
         values = [getattr(task, field) for task in tasks]
         other = next((index for index, value in enumerate(values) if value != values[0]), None)
@@ -188,6 +203,19 @@ def _disagreement(meeting: _Meeting, tasks: Sequence[Task]) -> Iterator[str]:
             f"{_bytes(first.shape)} of {meeting.text} do not divide by its {len(ranks)} ranks, as rank {ranks[0]} and "
             f"rank {ranks[-1]} would get shares of different size"
         )
+
+
+def _lost(meeting: _Meeting, tasks: Sequence[Task]) -> Iterator[str]:
+    """Yield what is wrong with a message, whose group is its source and its target."""
+    ranks, kinds = meeting.group, tuple(task.kind for task in tasks)
+    if kinds != (TaskKind.SEND, TaskKind.RECEIVE):
+        told = ", ".join(f"{kind} by rank {rank}" for kind, rank in zip(kinds, ranks, strict=True))
+        yield f"{meeting.text} must be sent by its first rank and received by its second one, got {told}"
+        return
+    sent, received = tasks
+    for what, there, here in (("bytes", sent.num_bytes, received.num_bytes), ("dtype", sent.dtype, received.dtype)):
+        if there != here:
+            yield f"rank {ranks[0]} sends {meeting.text} with {what} {there}, but rank {ranks[1]} expects {here}"
 
 
 def _misdirected(meeting: _Meeting, tasks: Sequence[Task]) -> Iterator[str]:
@@ -219,12 +247,12 @@ def _bytes(shape: Sequence[int]) -> str:
 
 def _orders_of_groups(issued: _Issued) -> Iterator[str]:
     """Yield which two ranks issue the collectives that they have in common in different orders; once for two lists."""
-    by_group: dict[int, list[tuple[_Place, list[_Meeting]]]] = {}
+    by_group: dict[tuple[int, Phase | None], list[tuple[_Place, list[_Meeting]]]] = {}
     for place, sequence in issued.sequence_of.items():
-        of_group: dict[int, list[_Meeting]] = {}
+        of_group: dict[tuple[int, Phase | None], list[_Meeting]] = {}
         for meeting in sequence:
             if meeting.is_complete:
-                of_group.setdefault(id(meeting.group), []).append(meeting)
+                of_group.setdefault((id(meeting.group), meeting.way), []).append(meeting)
         for group, meetings in of_group.items():
             by_group.setdefault(group, []).append((place, meetings))
     told = set()
@@ -244,9 +272,16 @@ def _circle(issued: _Issued) -> list[str]:
     rank_of_step: dict[tuple[int, int], int] = {}  # which rank issues one meeting directly before another one
     before: dict[int, set[int]] = {}
     for place, sequence in issued.sequence_of.items():
-        for earlier, later in pairwise(meeting for meeting in sequence if meeting.is_complete):
-            rank_of_step.setdefault((id(earlier), id(later)), issued.rank_of[place])
-            before.setdefault(id(later), set()).add(id(earlier))
+        rank = issued.rank_of[place]
+        earlier: _Meeting | None = None
+        for later in sequence:
+            if not later.is_complete:
+                continue
+            if earlier is not None:
+                rank_of_step.setdefault((id(earlier), id(later)), rank)
+                before.setdefault(id(later), set()).add(id(earlier))
+            if later.holds(rank):
+                earlier = later
     try:
         TopologicalSorter(before).prepare()
     except CycleError as error:

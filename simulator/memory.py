@@ -14,6 +14,7 @@ from simulator.exchanges import (
     wire_dtype,
 )
 from simulator.gradients import PARAMETER_BYTES, buckets_of, kept_bytes, passing_bytes
+from simulator.pipeline import most_kept, rank_actions
 from simulator.sharding import REST, share_elements, units_of
 from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.graph import GraphSpec
@@ -28,7 +29,14 @@ from simulator.specs.plan import (
     Recompute,
 )
 from simulator.specs.units import Dimension, format_quantity
-from simulator.workload import RankWork, num_input_columns, num_updated, rank_parameter_shapes, rank_work
+from simulator.workload import (
+    RankWork,
+    num_input_columns,
+    num_updated,
+    rank_parameter_shapes,
+    rank_work,
+    works_of_rank,
+)
 
 INDEX_BYTES = 8  # torch's indices are int64
 SCORE_BYTES = 4  # softmax is fp32
@@ -51,15 +59,17 @@ def peak_memory(
         seed: `TrainSpec.seed`, which orders the cluster batches.
     """
     by_step = [rank_work(plan, step=step, seed=seed) for step in steps]
-    known: dict[tuple[int, ...], RankMemory] = {}  # by identity of what ranks hold, and by parts that they evaluate
+    # By identity of what ranks hold, parts that they evaluate, and stages.
+    known: dict[tuple[int, ...], RankMemory] = {}
     found = []
     for rank in range(plan.num_ranks):
         # Only the ranks that evaluate a part differ in the parts that they evaluate.
         evaluates = -1 if plan.is_full_graph else min(plan.row_rank(rank), plan.partition.num_parts)
-        key = (evaluates, *(id(works[rank]) for works in by_step))
+        held = [works_of_rank(plan, works, rank) for works in by_step]
+        key = (evaluates, plan.pipeline_rank(rank), *(id(work) for works in held for work in works))
         if key not in known:
             whole = _evaluation_work(plan, plan.row_rank(rank))
-            candidates = [_rank_memory(plan, graph, model, cluster, works[rank], whole) for works in by_step]
+            candidates = [_rank_memory(plan, graph, model, cluster, works, whole, rank) for works in held]
             known[key] = max(candidates, key=total_bytes)
         found.append(known[key])
     return tuple(found)
@@ -94,41 +104,51 @@ def misfit(plan_memory: Sequence[RankMemory], cluster: ClusterSpec) -> str:
 
 
 def _rank_memory(
-    plan: Plan, graph: GraphSpec, model: ModelSpec, cluster: ClusterSpec, work: RankWork, whole: RankWork
+    plan: Plan,
+    graph: GraphSpec,
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    works: Sequence[RankWork],
+    whole: RankWork,
+    rank: int,
 ) -> RankMemory:
     """Return where a rank's bytes go.
 
     Args:
-        work: of a training step.
+        works: of each micro-batch of a training step.
         whole: of an evaluation, which always runs on the whole graph.
     """
-    updated = num_updated(plan, graph, model, 0) * PARAMETER_BYTES
+    stages = plan.stages_of(plan.pipeline_rank(rank))
+    first_of_stages = plan.mesh.group(("pp",), 0)[plan.pipeline_rank(rank)]
+    updated = num_updated(plan, graph, model, first_of_stages) * PARAMETER_BYTES
     whole_parameters, whole_gradients = _whole_bytes(plan, graph, model)
-    layers = range(model.num_layers)
+    layers = [layer for stage in stages for layer in plan.layers_of_stage(stage)]
     kind = cluster.device.kind
-    kept = [_layer_bytes(plan, model, work, layer, plan.exchange[layer], kind) for layer in layers]
-    saved = [
-        kept[layer]
-        if plan.recompute[layer] is Recompute.NONE
-        else work.num_input_rows(layer) * model.width * _size(plan)
-        for layer in layers
-    ]
-    # While a layer is computed again, all that it saves is there once more.
-    again = max((kept[layer] for layer in layers if plan.recompute[layer] is Recompute.LAYER), default=0)
-    activations = sum(saved) + _head_bytes(plan, graph, model, work)
-    workspace = again + max(_workspace_bytes(plan, model, work, layer, plan.exchange[layer]) for layer in layers)
-    messages = max(_message_bytes(plan, model, work, exchange) for exchange in plan.exchange)
+    again = [layer for layer in layers if plan.recompute[layer] is Recompute.LAYER]
+
+    def kept_bytes_of(stage: int, micro_batch: int) -> int:
+        return _stage_bytes(plan, graph, model, works[micro_batch], stage, kind)
+
+    activations = most_kept(rank_actions(plan, plan.pipeline_rank(rank)), kept_bytes_of)
+    workspace = messages = 0
+    for work in works:
+        # While a layer is computed again, all that it saves is there once more.
+        more = max((_layer_bytes(plan, model, work, layer, plan.exchange[layer], kind) for layer in again), default=0)
+        largest = max(_workspace_bytes(plan, model, work, layer, plan.exchange[layer]) for layer in layers)
+        workspace = max(workspace, more + largest)
+        messages = max(messages, *(_message_bytes(plan, model, work, plan.exchange[layer]) for layer in layers))
+    messages += _stage_message_bytes(plan, model, works, stages)
     exchange = Exchange.HALO if plan.num_row_ranks > 1 else Exchange.NONE
     # An evaluation of the whole graph overlaps nothing.
     alone = replace(plan, overlap_exchange=False)
     evaluation = 0 if plan.is_full_graph else _layer_bytes(alone, model, whole, 0, exchange, kind)
     step = activations + workspace + messages
-    compression = _compression_bytes(plan, graph, model, other_bytes=max(step, evaluation))
+    compression = _compression_bytes(plan, graph, model, rank, other_bytes=max(step, evaluation))
     return (
         ("parameters", updated + whole_parameters),
         ("gradients", updated + whole_gradients),
         ("optimizer", 2 * updated),
-        ("inputs", _resident_input_bytes(plan, graph, model, work, whole)),
+        ("inputs", _resident_input_bytes(plan, graph, model, works, whole, has_features=0 in stages)),
         ("activations", activations),
         ("workspace", workspace),
         ("messages", messages),
@@ -136,6 +156,39 @@ def _rank_memory(
         *((("gradient compression", compression),) if compression else ()),
         ("context", CONTEXT_BYTES[cluster.device.kind]),
     )
+
+
+def _stage_bytes(
+    plan: Plan, graph: GraphSpec, model: ModelSpec, work: RankWork, stage: int, kind: DeviceKind
+) -> int:
+    """Return what a stage's pass over a micro-batch keeps for its backward pass."""
+    found = 0
+    for layer in plan.layers_of_stage(stage):
+        if plan.recompute[layer] is Recompute.LAYER:
+            found += work.num_input_rows(layer) * model.width * _size(plan)
+        else:
+            found += _layer_bytes(plan, model, work, layer, plan.exchange[layer], kind)
+    if stage == 0:
+        found += work.num_rows * model.width * (model.dropout_ratio > 0)  # mask of the input's dropout
+    if stage == plan.num_stages - 1:
+        return found + _head_bytes(plan, graph, model, work)
+    return found + _output_bytes(plan, model, work, stage)
+
+
+def _output_bytes(plan: Plan, model: ModelSpec, work: RankWork, stage: int) -> int:
+    """Return the bytes that a stage sends to the next one for a micro-batch, or gets back."""
+    return work.num_target_rows(plan.layers_of_stage(stage)[-1]) * model.width * _size(plan)
+
+
+def _stage_message_bytes(plan: Plan, model: ModelSpec, works: Sequence[RankWork], stages: Sequence[int]) -> int:
+    """Return what messages between stages take beside outputs: gradients to send, until the step ends, and one to get.
+
+    Those to send are the gradients of what stages got.
+    """
+    sent = sum(_output_bytes(plan, model, work, stage - 1) for work in works for stage in stages if stage > 0)
+    last = plan.num_stages - 1
+    got = [_output_bytes(plan, model, work, stage) for work in works for stage in stages if stage < last]
+    return sent + max(got, default=0)
 
 
 def _whole_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec) -> tuple[int, int]:
@@ -158,14 +211,14 @@ def _whole_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec) -> tuple[int, i
     return rest + kept, rest + 2 * most
 
 
-def _compression_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec, *, other_bytes: int) -> int:
+def _compression_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec, rank: int, *, other_bytes: int) -> int:
     """Return what compressing gradients takes beside the rest.
 
     Args:
         other_bytes: of the backward pass or of an evaluation, free again when gradients are reduced behind it.
     """
     reduces = plan.num_row_ranks > 1 and not plan.shares_out
-    parameters = rank_parameter_shapes(plan, graph, model) if reduces else ()
+    parameters = rank_parameter_shapes(plan, graph, model, rank) if reduces else ()
     buckets = buckets_of(parameters, plan.gradient_bucket_bytes)
     compression, overlaps = plan.gradient_compression, plan.overlap_gradients
     passing = passing_bytes(buckets, compression, num_ranks=plan.num_row_ranks, overlaps=overlaps)
@@ -199,25 +252,38 @@ def _evaluation_work(plan: Plan, rank: int) -> RankWork:
     )
 
 
-def _resident_input_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec, work: RankWork, whole: RankWork) -> int:
+def _resident_input_bytes(
+    plan: Plan,
+    graph: GraphSpec,
+    model: ModelSpec,
+    works: Sequence[RankWork],
+    whole: RankWork,
+    *,
+    has_features: bool,
+) -> int:
     """Return the bytes of inputs on the device: of batches, and of the whole graph for evaluations.
 
-    There are all batches where they are kept, else the one that is trained on and those that were made ahead.
+    There are all batches where they are kept, else those that are trained on and those that were made ahead.
+
+    Args:
+        has_features: whether the rank has the first stage, which alone needs features.
     """
+    of_works = [_input_bytes(plan, graph, model, work, has_features=has_features) for work in works]
     if plan.is_full_graph:
-        return _input_bytes(plan, graph, model, work)
-    num_batches = plan.partition.num_parts if plan.keep_batches else 1 + plan.prefetch_batches
-    return num_batches * _input_bytes(plan, graph, model, work) + _input_bytes(plan, graph, model, whole)
+        return of_works[0]
+    of_batches = plan.partition.num_parts * max(of_works) if plan.keep_batches else sum(of_works)
+    of_batches *= 1 if plan.keep_batches else 1 + plan.prefetch_batches
+    return of_batches + _input_bytes(plan, graph, model, whole, has_features=has_features)
 
 
 def _size(plan: Plan) -> int:
     return plan.precision.num_bytes
 
 
-def _input_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec, work: RankWork) -> int:
-    dense = work.num_rows * num_input_columns(graph, model) * _size(plan)
+def _input_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec, work: RankWork, *, has_features: bool) -> int:
+    dense = work.num_rows * num_input_columns(graph, model) * _size(plan) * has_features
     # CSR and its transpose: an index and a number an entry, twice.
-    sparse = 2 * work.num_feature_entries * (INDEX_BYTES + 4)
+    sparse = 2 * work.num_feature_entries * (INDEX_BYTES + 4) * has_features
     edge_bytes = EDGE_BYTES + INDEX_BYTES * (model.edge_bias is not EdgeBias.NONE)
     exchanges = set(plan.exchange)
     edges = work.num_edges * edge_bytes * len(exchanges - {Exchange.HEAD_ALL_TO_ALL})
@@ -324,7 +390,4 @@ def _message_bytes(plan: Plan, model: ModelSpec, work: RankWork, exchange: Excha
 
 def _head_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec, work: RankWork) -> int:
     rows, classes = work.num_output_rows, graph.num_classes
-    input_mask = work.num_rows * model.width * (model.dropout_ratio > 0)
-    return (
-        input_mask + rows * (2 * model.width + classes) * _size(plan) + 3 * work.num_train_rows * classes * SCORE_BYTES
-    )
+    return rows * (2 * model.width + classes) * _size(plan) + 3 * work.num_train_rows * classes * SCORE_BYTES

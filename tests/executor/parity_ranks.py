@@ -105,7 +105,7 @@ def _train(case: ParityCase, place: Place) -> RankResult:
     trainer.parameters.load(case.initial)
     first_accuracies = astuple(trainer.evaluate())
     gradients = _gradients_before_updates(trainer)
-    losses = [float(trainer.step(step, trainer.batch(step))) for step in range(NUM_STEPS)]
+    losses = [float(trainer.step(step, *trainer.micro_batches(step))) for step in range(NUM_STEPS)]
     trainer.close()
     return RankResult(
         drawn=drawn,
@@ -125,7 +125,7 @@ def _gradients_before_updates(trainer: Trainer) -> list[Parameters]:
     def look_and_update() -> None:
         parameters = trainer.parameters
         gradients = {name: own.grad for name, own in parameters.own.items() if own.grad is not None}
-        seen.append({name: parameters.whole(name, value).cpu().clone() for name, value in gradients.items()})
+        seen.append({name: value.cpu().clone() for name, value in parameters.gathered(gradients).items()})
         update()
 
     trainer.update = look_and_update  # type: ignore[method-assign]

@@ -46,13 +46,13 @@ def gpu_parity_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reference_of(case: ParityCase) -> ReferenceRun:
     """Return how one process trains; cases that differ in how the work is spread share it."""
     steps = tuple(_as_bytes(case.step(step)) for step in range(NUM_STEPS))
-    key = (case.graph_name, case.extras, case.num_heads, steps)
+    key = (case.graph_name, case.extras, case.num_heads, case.model.num_layers, steps)
     if key not in _REFERENCES:
         _REFERENCES[key] = train_reference(case.problem, case.initial, [case.step(step) for step in range(NUM_STEPS)])
     return _REFERENCES[key]
 
 
-_REFERENCES: dict[tuple[str, bool, int, tuple[bytes, ...]], ReferenceRun] = {}
+_REFERENCES: dict[tuple[str, bool, int, int, tuple[bytes, ...]], ReferenceRun] = {}
 
 
 def _as_bytes(step: Step) -> bytes:
