@@ -50,7 +50,11 @@ class Batches:
             device=place.device,
         )
 
-    def of_step(self, step: int) -> Sequence[RankData]:
+    def of_step(self, step: int) -> RankData:
+        """Return the first micro-batch of a step, as `micro_batches` does."""
+        return self.micro_batches(step)[0]
+
+    def micro_batches(self, step: int) -> Sequence[RankData]:
         """Return the micro-batches of a step.
 
         Raises:
@@ -75,7 +79,7 @@ class Batches:
     def whole_graph(self) -> RankData:
         """Return the whole graph, all ranks together, dealt out by parts; that of a full-graph plan is its batch."""
         if self._plan.is_full_graph:
-            return self.of_step(0)[0]
+            return self.of_step(0)
         if self._whole is None:
             num_ranks = self._plan.num_row_ranks
             self._whole = self._rank_data(
@@ -89,7 +93,7 @@ class Batches:
         return self._whole
 
     def sample(self, step: int, micro_batch: int = 0) -> tuple[Neighbourhood, int]:
-        """Return the neighbourhoods that this rank samples for a micro-batch, and the seeds of the step on all ranks."""
+        """Return the neighbourhoods that this rank samples for a micro-batch, and how many seeds the step has."""
         sampled = self._plan.sampled
         assert sampled is not None, "batches are parts"
         if self._sampler is None:

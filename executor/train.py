@@ -294,9 +294,9 @@ class Trainer:
             Exception: what making it raised, here or in the thread that makes batches ahead.
         """
         if not self.plan.loads_batches or self.plan.prefetch_batches > 0:
-            return self.batches.of_step(step)
+            return self.batches.micro_batches(step)
         with self.recorder.task("batch", self.batch_kind, Phase.FORWARD, ()):
-            batches = self.batches.of_step(step)
+            batches = self.batches.micro_batches(step)
             self.recorder.shaped(batch_shape(batches, self.graph.num_nodes))
         return batches
 

@@ -636,12 +636,12 @@ def _pipelines() -> dict[str, ParityCase]:
         stages = (1, 1, 1, 1) if schedule is interleaved else (3, 1)
         case = replace(two, pipeline_schedule=schedule, stages=stages)
         replicas = replace(case, data_parallel_degree=2, num_micro_batches=2, **extras)
+        shared = replace(case, num_micro_batches=2)
         found |= {
             f"2 stages, {name}": case,
             f"2 stages, {name}, all extras, sparse": replace(case, graph_name="sparse", parts_per_batch=2, **extras),
             f"2 replicas of 2 stages, {name}": replace(replicas, cut="lonely last"),
-            f"2 stages of 2 graph ranks, {name}": replace(case, **halo),
-            f"2 stages of 2 tensor ranks, {name}": replace(case, tensor_parallel_degree=2, **extras),
+            f"2 stages of 2 graph ranks, {name}": replace(shared, **halo),
         }
     full = ParityCase(pipeline_parallel_degree=2, stages=(1, 1))
     sampled = replace(two, num_parts=1, fan_outs=(3, 2, 2, 2), seeds_per_batch=4, num_micro_batches=3)
@@ -650,8 +650,14 @@ def _pipelines() -> dict[str, ParityCase]:
         "2 stages of 2 graph ranks, full graph, overlapped": replace(
             full, graph_parallel_degree=2, exchange=(HALO, ALL_GATHER), overlaps=True, payload=ROWS, chunk_bytes=300
         ),
+        "2 stages of 2 tensor ranks": replace(two, tensor_parallel_degree=2, parts_per_batch=2, **extras),
         "2 stages of 2 graph ranks, heads": replace(
-            two, graph_parallel_degree=2, exchange=(HEADS, HALO, HEADS, HEADS), num_heads=4, **extras
+            two,
+            graph_parallel_degree=2,
+            exchange=(HEADS, HALO, HEADS, HEADS),
+            num_heads=4,
+            num_micro_batches=2,
+            **extras,
         ),
         "4 stages, 1F1B": replace(two, pipeline_parallel_degree=4, stages=(1, 1, 1, 1), num_micro_batches=6, **extras),
         "4 stages, GPipe, fewer micro-batches": replace(
