@@ -55,13 +55,22 @@ def description(plan: Plan) -> str:
         batch += group + (", kept on the device" if plan.keep_batches else "")
     again = sum(recompute is Recompute.LAYER for recompute in plan.recompute)
     recompute = f", {again} of {len(plan.recompute)} layers recomputed" if again else ""
-    return f"{ranks}: {batch}{_tensor_text(plan)}, {plan.precision.value}{recompute}{_gradients_text(plan)}"
+    spread = f"{_tensor_text(plan)}{_pipeline_text(plan)}"
+    return f"{ranks}: {batch}{spread}, {plan.precision.value}{recompute}{_gradients_text(plan)}"
 
 
 def _tensor_text(plan: Plan) -> str:
     """Return how many ranks share heads, where several do, and a comma before it."""
     degree = plan.tensor_parallel_degree
     return f", heads on {degree} ranks each" if degree > 1 else ""
+
+
+def _pipeline_text(plan: Plan) -> str:
+    """Return into how many stages and micro-batches a step is cut, where it is, and a comma before it."""
+    stages = ""
+    if plan.pipeline_parallel_degree > 1:
+        stages = f", {plan.num_stages} stages on {plan.pipeline_parallel_degree} ranks ({plan.pipeline_schedule})"
+    return stages + (f", {plan.num_micro_batches} micro-batches" if plan.num_micro_batches > 1 else "")
 
 
 def _gradients_text(plan: Plan) -> str:

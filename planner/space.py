@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, assert_never
 
+from planner.balance import balanced_stages
 from simulator.constraints import step_mode_of, tensor_degree_fits
 from simulator.gradients import gradient_buckets
 from simulator.specs.cluster import ClusterSpec, DeviceKind
@@ -18,8 +19,10 @@ from simulator.specs.plan import (
     ExchangePayload,
     ParameterSharding,
     PartitionSpec,
+    PipelineSchedule,
     Plan,
     SampledBatches,
+    StepMode,
 )
 from simulator.specs.search import BatchKind, SearchSpec
 from simulator.specs.units import Dtype
@@ -53,6 +56,7 @@ def candidates(
     search: SearchSpec,
     partition: Callable[[int], PartitionSpec],
     sampled: Callable[[int], SampledBatches] | None = None,
+    balance: Callable[[Plan, int], tuple[int, ...]] | None = None,
 ) -> Iterator[Plan]:
     """Yield every plan of the search space, legal or not, those on fewer ranks first.
 
@@ -61,22 +65,28 @@ def candidates(
 
     Args:
         partition: gives the cut into so many parts; it is asked only for cuts that some candidate needs.
-        sampled: gives the sampled batches of so many replicas; needed where the search names them.
+        sampled: gives the sampled batches of so many batches a step; needed where the search names them.
+        balance: gives the layers of so many stages of a plan that has none; None for layers that cost the same.
     """
     meshes = (
-        (num_ranks, degree)
+        (num_ranks, degree, pipeline)
         for num_ranks in rank_counts(cluster, search)
         for degree in tensor_degrees(num_ranks, model, cluster, search)
+        for pipeline in _pipelines(num_ranks // degree, model, search)
     )
-    for num_ranks, tensor_degree in meshes:
-        num_row_ranks = num_ranks // tensor_degree
+    for num_ranks, tensor_degree, pipeline in meshes:
+        num_row_ranks = num_ranks // (tensor_degree * pipeline.degree)
         reductions = list(_reductions(graph, model, cluster, search, num_row_ranks))
         for batches in _batches(num_row_ranks, search, cluster):
             replicas = num_row_ranks // batches.graph_parallel_degree
             cut = partition(batches.num_parts)
             is_full_graph = batches.kind is BatchKind.FULL_GRAPH
             step_mode = step_mode_of(num_ranks=num_ranks, is_full_graph=is_full_graph, cluster=cluster)
-            crosses_hosts = is_full_graph and cut.hosts is not None and tensor_degree == 1
+            if is_full_graph and pipeline.num_micro_batches > 1:
+                continue
+            if pipeline.degree > 1 or pipeline.num_micro_batches > 1:
+                step_mode = StepMode.EAGER
+            crosses_hosts = is_full_graph and cut.hosts is not None and tensor_degree * pipeline.degree == 1
             exchanges = list(_exchanges(batches.graph_parallel_degree, search, crosses_hosts=crosses_hosts))
             plain_cut = replace(cut, hosts=None)
             for (exchange, choices), recompute, precision, reduction in itertools.product(
@@ -84,7 +94,9 @@ def candidates(
             ):
                 if not _shortens(choices["exchange_precision"], precision):
                     continue
-                yield Plan(
+                if pipeline.cuts_steps and (reduction.overlaps or reduction.sharding is not ParameterSharding.NONE):
+                    continue
+                plan = Plan(
                     data_parallel_degree=replicas,
                     graph_parallel_degree=batches.graph_parallel_degree,
                     tensor_parallel_degree=tensor_degree,
@@ -99,11 +111,71 @@ def candidates(
                     gradient_compression=reduction.compression,
                     step_mode=step_mode,
                     between_edges=batches.kind is not BatchKind.ISOLATED_CLUSTERS,
-                    sampled=sampled(replicas) if sampled and batches.kind is BatchKind.SAMPLED else None,
+                    num_micro_batches=pipeline.num_micro_batches,
+                    sampled=sampled(replicas * pipeline.num_micro_batches)
+                    if sampled and batches.kind is BatchKind.SAMPLED
+                    else None,
                     keep_batches=batches.are_kept,
                     prefetch_batches=batches.num_prefetched,
                     **choices,
                 )
+                yield _in_stages(plan, pipeline, balance or _evenly)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pipeline:
+    """How a candidate cuts layers and batches.
+
+    Attributes:
+        degree, schedule, num_micro_batches: as in `Plan`.
+        stages_per_rank: more than one where they are interleaved.
+    """
+
+    degree: int = 1
+    schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
+    stages_per_rank: int = 1
+    num_micro_batches: int = 1
+
+    @property
+    def cuts_steps(self) -> bool:
+        """Whether a step is several passes."""
+        return self.degree > 1 or self.num_micro_batches > 1
+
+
+def _pipelines(num_ranks: int, model: ModelSpec, search: SearchSpec) -> Iterator[_Pipeline]:
+    """Yield the pipelines that so many ranks with the same heads may form, without stages first."""
+    for degree, num_batches in itertools.product(
+        sorted(set(search.pipeline_parallel_degrees)), sorted(set(search.num_micro_batches))
+    ):
+        if num_ranks % degree or degree > model.num_layers:
+            continue
+        if degree == 1:
+            yield _Pipeline(num_micro_batches=num_batches)
+            continue
+        for schedule in search.pipeline_schedules:
+            if schedule is not PipelineSchedule.INTERLEAVED:
+                yield _Pipeline(degree=degree, schedule=schedule, num_micro_batches=num_batches)
+                continue
+            chunks = 2
+            while chunks * degree <= model.num_layers and num_batches % degree == 0:
+                yield _Pipeline(degree=degree, schedule=schedule, stages_per_rank=chunks, num_micro_batches=num_batches)
+                chunks *= 2
+
+
+def _in_stages(plan: Plan, pipeline: _Pipeline, balance: Callable[[Plan, int], tuple[int, ...]]) -> Plan:
+    """Return a plan with the stages of a pipeline."""
+    if pipeline.degree == 1:
+        return plan
+    return replace(
+        plan,
+        pipeline_parallel_degree=pipeline.degree,
+        pipeline_schedule=pipeline.schedule,
+        stages=balance(plan, pipeline.degree * pipeline.stages_per_rank),
+    )
+
+
+def _evenly(plan: Plan, num_stages: int) -> tuple[int, ...]:
+    return balanced_stages([1.0] * len(plan.exchange), num_stages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -158,9 +158,7 @@ def _rank_memory(
     )
 
 
-def _stage_bytes(
-    plan: Plan, graph: GraphSpec, model: ModelSpec, work: RankWork, stage: int, kind: DeviceKind
-) -> int:
+def _stage_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec, work: RankWork, stage: int, kind: DeviceKind) -> int:
     """Return what a stage's pass over a micro-batch keeps for its backward pass."""
     found = 0
     for layer in plan.layers_of_stage(stage):

@@ -410,9 +410,7 @@ def lower(
     is_other = works is None and plan.loads_batches and plan.prefetch_batches > 0
     works = works or rank_work(plan, step=step, seed=seed)
     made = rank_work(plan, step=step + plan.prefetch_batches, seed=seed) if is_other else works
-    held, made_by_rank = (
-        [works_of_rank(plan, each, rank) for rank in range(plan.num_ranks)] for each in (works, made)
-    )
+    held, made_by_rank = ([works_of_rank(plan, each, rank) for rank in range(plan.num_ranks)] for each in (works, made))
     held, made_by_rank = _of_replicas_alike(held, made_by_rank, plan.num_replica_ranks, alike_ratio)
     number_of: dict[tuple[tuple[int, ...], int, int], int] = {}  # by identity of what is held, place in replica, share
     first_ranks: list[int] = []

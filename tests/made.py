@@ -19,7 +19,7 @@ from simulator.specs.plan import (
     SampledBatches,
     SampledLayer,
 )
-from simulator.specs.program import BATCH_KINDS, COLLECTIVES, UPDATES, Phase, Task, TaskKind, stream_of
+from simulator.specs.program import BATCH_KINDS, GROUP_COLLECTIVES, UPDATES, Phase, Task, TaskKind, stream_of
 from simulator.specs.units import GB, GIB, TERA, Dtype
 
 DEVICE_NAME = "made device"
@@ -195,7 +195,7 @@ def made_calibration(
                 spread=spread,
                 host_seconds=host_seconds,
             )
-            for kind in sorted(COLLECTIVES)
+            for kind in sorted(GROUP_COLLECTIVES)
             for count in num_ranks
             for num_bytes in _SIZES
         ),

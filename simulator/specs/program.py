@@ -186,11 +186,11 @@ class Stream(StrEnum):
     GRADIENTS = "gradients"  # reductions that go on beside the backward pass and its exchanges
     HOST_TO_DEVICE = "host_to_device"
     DEVICE_TO_HOST = "device_to_host"
+    LOADER = "loader"  # makes batches, in a thread of its own where they are prefetched
     # Messages between stages, where those of activations and of gradients do not wait for one another.
     SENT_ACTIVATIONS = "sent_activations"
     SENT_GRADIENTS = "sent_gradients"
     RECEIVED = "received"
-    LOADER = "loader"  # makes batches, in a thread of its own where they are prefetched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
