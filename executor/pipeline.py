@@ -2,12 +2,14 @@
 
 The order is that of `simulator/pipeline.py`. A message goes from a rank to the one with the next stage of the same
 rows, heads and columns. Both know how many rows a micro-batch has there, since all stages make the same batches, so
-messages have just these rows. The sender goes on; the receiver waits.
+messages have just these rows. The sender goes on; the receiver waits when its pass begins, one pass after it has begun
+to receive.
 
 torch.distributed.pipelining has the same schedules, but its runtime pads all micro-batches to the rows of the largest,
 finds shapes by passes and messages of its own in the first step, and sends and receives in bundles that are no tasks.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,18 +55,23 @@ class Pipeline:
         self._plan, self._model, self._recorder, self._place = plan, model, recorder, place
         self._actions = rank_actions(plan, place.pipeline_rank)
         self._passes: dict[tuple[int, int], _Pass] = {}
+        self._arriving: dict[Action, tuple[Launched, Tensor]] = {}
 
     def train(self, batches: Sequence[RankData], settings: ForwardSettings) -> Tensor:
         """Add up the gradients of all micro-batches; return the sum of their losses, zero but on the last stage."""
         position = self._recorder.position
         loss = torch.zeros((), device=self._place.device)
         sent: list[tuple[Launched, Tensor]] = []  # gradients, which live until they have arrived
-        for action in self._actions:
+        self._begin_arrival(self._actions[0], batches)
+        for action, following in itertools.zip_longest(self._actions, self._actions[1:]):
+            if following is not None:
+                self._begin_arrival(following, batches)
             with self._recorder.inside(action.scope), position.passing():
                 data = batches[action.micro_batch]
+                given = self._arrived(action)
                 if action.phase is Phase.FORWARD:
-                    loss += self._forward(action, data, settings)
-                elif (gradient := self._backward(action)) is not None:
+                    loss += self._forward(action, given, data, settings)
+                elif (gradient := self._backward(action, given)) is not None:
                     target = (action.stage, action.stage - 1)
                     sent.append((self._send(gradient, *target, action.phase), gradient))
         with position.passing():
@@ -77,10 +84,14 @@ class Pipeline:
         made: Tensor | None = None
         with self._recorder.position.passing():
             for stage in self._plan.stages_of(self._place.pipeline_rank):
-                given = None if stage == 0 else self._receive(stage - 1, stage, Phase.FORWARD, data)
+                given = None
+                if stage > 0:
+                    message, given = self._receive(stage - 1, stage, Phase.FORWARD, data)
+                    message.wait()
                 made = self._model.run_stage(stage_layers(self._plan, stage), given, data, settings)
                 if stage < self._plan.num_stages - 1:
-                    self._send(made, stage, stage + 1, Phase.FORWARD).wait()
+                    sent = self._send(made, stage, stage + 1, Phase.FORWARD)
+                    sent.wait()
         assert made is not None, "a rank has a stage"
         return made
 
@@ -94,11 +105,29 @@ class Pipeline:
                 dist.all_reduce(loss, group=group)
         return loss
 
-    def _forward(self, action: Action, data: RankData, settings: ForwardSettings) -> Tensor | float:
+    def _begin_arrival(self, action: Action, batches: Sequence[RankData]) -> None:
+        """Begin to receive what a pass begins with, if that is a message."""
+        source = action.source(self._plan.num_stages)
+        if source is not None:
+            with self._recorder.inside(action.scope):
+                data = batches[action.micro_batch]
+                self._arriving[action] = self._receive(source, action.stage, action.phase, data)
+
+    def _arrived(self, action: Action) -> Tensor | None:
+        """Return what a pass begins with, once it is there; None where that is no message."""
+        if action not in self._arriving:
+            return None
+        message, rows = self._arriving.pop(action)
+        message.wait()
+        return rows
+
+    def _forward(
+        self, action: Action, given: Tensor | None, data: RankData, settings: ForwardSettings
+    ) -> Tensor | float:
         """Run a forward pass and send on what it made; return its loss, zero but of the last stage."""
-        stage, given, sent = action.stage, None, None
-        if stage > 0:
-            given = self._receive(stage - 1, stage, Phase.FORWARD, data).requires_grad_()
+        stage, sent = action.stage, None
+        if given is not None:
+            given.requires_grad_()
         made = self._model.run_stage(stage_layers(self._plan, stage), given, data, settings)
         is_last = stage == self._plan.num_stages - 1
         if is_last:
@@ -108,33 +137,26 @@ class Pipeline:
         self._passes[stage, action.micro_batch] = _Pass(given=given, made=made, sent=sent)
         return made.detach() if is_last else 0.0
 
-    def _backward(self, action: Action) -> Tensor | None:
-        """Run a backward pass; return the gradient of what its stage was given."""
+    def _backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
+        """Run a backward pass from the gradient of what its stage made; return that of what the stage was given."""
         done = self._passes.pop((action.stage, action.micro_batch))
-        gradient = None
-        if action.stage < self._plan.num_stages - 1:
-            gradient = self._received(torch.empty_like(done.made), action.stage + 1, action.stage, Phase.BACKWARD)
-            if done.sent is not None:
-                done.sent.wait()  # it has arrived, or its gradient would not have come
+        if done.sent is not None:
+            done.sent.wait()  # it has arrived, or its gradient would not have come
         torch.autograd.backward(done.made, gradient)
         return None if done.given is None else done.given.grad
 
-    def _receive(self, source: int, target: int, phase: Phase, data: RankData) -> Tensor:
-        """Return the rows that the stage before made."""
-        rows = data.num_input_rows(self._plan.layers_of_stage(target)[0])
-        buffer = torch.empty(rows, self._model.model.width, dtype=data.dtype, device=self._place.device)
-        return self._received(buffer, source, target, phase)
-
-    def _received(self, buffer: Tensor, source: int, target: int, phase: Phase) -> Tensor:
-        """Fill rows with those that a stage sends to another one."""
-        ranks = self._plan.stage_group(self._place.rank, source, target)
-        name, shape = output_name(min(source, target)), (buffer.nbytes,)
-        with self._recorder.task(name, TaskKind.RECEIVE, phase, shape, ranks, SPEC_DTYPES[buffer.dtype]):
-            work = dist.irecv(buffer, src=ranks[0], group=self._channel(ranks, phase))
-            assert work is not None, f"this rank is not among those of {name}"
-            work.wait()
-        self._recorder.pause()
-        return buffer
+    def _receive(self, source: int, target: int, phase: Phase, data: RankData) -> tuple[Launched, Tensor]:
+        """Begin to receive the rows that a stage made, or their gradient; return them with what to wait for."""
+        earlier, recorder = min(source, target), self._recorder
+        num_rows = data.num_input_rows(self._plan.layers_of_stage(earlier + 1)[0])
+        rows = torch.empty(num_rows, self._model.model.width, dtype=data.dtype, device=self._place.device)
+        ranks, name = self._plan.stage_group(self._place.rank, source, target), output_name(earlier)
+        with recorder.task(name, TaskKind.RECEIVE, phase, (rows.nbytes,), ranks, SPEC_DTYPES[rows.dtype]) as mark:
+            work = dist.irecv(rows, src=ranks[0], group=self._channel(ranks, phase))
+        recorder.pause()
+        assert work is not None, f"this rank is not among those of {name}"
+        recorder.follow(mark, work)
+        return Launched(name=name, work=work, mark=mark, recorder=recorder), rows
 
     def _send(self, rows: Tensor, source: int, target: int, phase: Phase) -> Launched:
         """Begin to send rows from a stage to another one."""

@@ -6,9 +6,9 @@ one order of all collectives that no rank departs from, whatever their groups, s
 threads issue collectives one after another, such an order means that none waits for ever: of those that are not over
 yet, the first in that order is the next one on all of its ranks.
 
-A message from one rank to another is sent by the one and received by the other. Its sender goes on, so it orders
-nothing behind it; but on each way from a rank to another, of activations or of gradients, messages arrive as they were
-sent.
+A message from one rank to another is sent by the one and received by the other. Both go on: the sender for good, the
+receiver up to the first task that waits for it. On each way from a rank to another, of activations or of gradients,
+messages arrive as they were sent.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,10 +52,6 @@ class _Meeting:
         first = next(iter(self.tasks.values()))
         return first.phase if first.kind in MESSAGES else None
 
-    def holds(self, rank: int) -> bool:
-        """Return whether a rank issues nothing more before this is over."""
-        return self.tasks[rank].kind is not TaskKind.SEND
-
     @property
     def text(self) -> str:
         """What it is called in sentences."""
@@ -69,6 +65,7 @@ class _Issued:
     Attributes:
         meetings: in order of their first ranks' tasks.
         sequence_of: meetings of each place, in the order of its tasks.
+        waits: of each list of tasks, for each of its collectives the ones that are over before it is issued.
         rank_of: a rank of each place.
         faults: what is wrong with single ranks, in sentences.
     """
@@ -83,6 +80,7 @@ class _Issued:
         self._known: dict[tuple[int, ...], tuple[int, ...]] = {}
         by_key: dict[tuple[str, int], _Meeting] = {}
         collectives = [[task for task in tasks if task.kind.is_collective] for tasks in shared.lists]
+        self.waits = [_waits(tasks) for tasks in shared.lists]
         for rank, place in enumerate(zip(shared.list_of_rank, shared.shift_of_rank, strict=True)):
             if place not in self.sequence_of:
                 self.rank_of[place] = rank
@@ -112,6 +110,27 @@ class _Issued:
             moved = shifted_group(group, shift, len(self._shared))
             self._groups[key] = self._known.setdefault(moved, moved)
         return self._groups[key]
+
+
+def _waits(tasks: Sequence[Task]) -> list[list[int]]:
+    """Return for each collective of a rank, by number, the collectives that the rank has waited for just before.
+
+    It waits in the midst of a group's collective, and for what it receives before the first task that needs it. What
+    it has waited for earlier, those that it waited for since have followed.
+    """
+    number_of = {index: number for number, index in enumerate(i for i, t in enumerate(tasks) if t.kind.is_collective)}
+    received = {index for index in number_of if tasks[index].kind is TaskKind.RECEIVE}
+    found: list[list[int]] = []
+    waited: list[int] = []
+    for index, task in enumerate(tasks):
+        needed = received.intersection(task.waits_for)
+        received -= needed
+        waited = [*waited, *(number_of[earlier] for earlier in sorted(needed))]
+        if index in number_of:
+            found.append(waited)
+            if task.kind not in MESSAGES:
+                waited = [number_of[index]]
+    return found
 
 
 def mismatches(program: Program) -> list[str]:
@@ -272,16 +291,10 @@ def _circle(issued: _Issued) -> list[str]:
     rank_of_step: dict[tuple[int, int], int] = {}  # which rank issues one meeting directly before another one
     before: dict[int, set[int]] = {}
     for place, sequence in issued.sequence_of.items():
-        rank = issued.rank_of[place]
-        earlier: _Meeting | None = None
-        for later in sequence:
-            if not later.is_complete:
-                continue
-            if earlier is not None:
-                rank_of_step.setdefault((id(earlier), id(later)), rank)
+        for later, waited in zip(sequence, issued.waits[place[0]], strict=True):
+            for earlier in (sequence[number] for number in waited):
+                rank_of_step.setdefault((id(earlier), id(later)), issued.rank_of[place])
                 before.setdefault(id(later), set()).add(id(earlier))
-            if later.holds(rank):
-                earlier = later
     try:
         TopologicalSorter(before).prepare()
     except CycleError as error:

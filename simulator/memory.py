@@ -179,14 +179,14 @@ def _output_bytes(plan: Plan, model: ModelSpec, work: RankWork, stage: int) -> i
 
 
 def _stage_message_bytes(plan: Plan, model: ModelSpec, works: Sequence[RankWork], stages: Sequence[int]) -> int:
-    """Return what messages between stages take beside outputs: gradients to send, until the step ends, and one to get.
+    """Return what messages between stages take beside outputs.
 
-    Those to send are the gradients of what stages got.
+    Gradients of what stages got are kept until the step ends, and one message comes while another is in use.
     """
-    sent = sum(_output_bytes(plan, model, work, stage - 1) for work in works for stage in stages if stage > 0)
     last = plan.num_stages - 1
-    got = [_output_bytes(plan, model, work, stage) for work in works for stage in stages if stage < last]
-    return sent + max(got, default=0)
+    forward = [_output_bytes(plan, model, work, stage - 1) for work in works for stage in stages if stage > 0]
+    backward = [_output_bytes(plan, model, work, stage) for work in works for stage in stages if stage < last]
+    return sum(forward) + 2 * max([*forward, *backward], default=0)
 
 
 def _whole_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec) -> tuple[int, int]:

@@ -21,6 +21,11 @@ class Action:
     micro_batch: int
     phase: Phase
 
+    def source(self, num_stages: int) -> int | None:
+        """Return the stage that sends what this pass begins with; None where it begins with no message."""
+        found = self.stage - 1 if self.phase is Phase.FORWARD else self.stage + 1
+        return found if 0 <= found < num_stages else None
+
     @property
     def scope(self) -> str:
         """What the names of its tasks begin with, where a step has several passes."""

@@ -3,6 +3,7 @@
 What is lowered here is what `executor/` runs: same names, shapes and bytes, which `tests/conformance` checks.
 """
 
+import itertools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -489,6 +490,8 @@ class _RankLowering:
     _previous: int | None = None  # the latest task that is no reduction beside the others
     _beside: dict[str, int] = field(default_factory=dict)  # those reductions, by name
     _in_flight: list[int] = field(default_factory=list)  # collectives that no later task has waited for yet
+    _arrivals: dict[Action, tuple[int, ...]] = field(default_factory=dict)  # messages with which passes begin
+    _awaited: set[int] = field(default_factory=set)  # what the next task waits for
     _sent: dict[Stream, int] = field(default_factory=dict)  # the latest message to another stage on each stream
     _graph_group: tuple[int, ...] = field(init=False)
     _tensor_group: tuple[int, ...] = field(init=False)
@@ -515,8 +518,12 @@ class _RankLowering:
         self._reductions = self._schedule(tuple(names))
         self._add_gather(REST, Phase.FORWARD)
         self._add_unpacking(REST, Phase.FORWARD)
-        for action in actions:
+        self._add_arrival(actions[0])
+        for action, following in itertools.zip_longest(actions, actions[1:]):
+            if following is not None:
+                self._add_arrival(following)  # its message is on its way while this pass runs
             self._begin(action)
+            self._awaited.update(self._arrivals.pop(action, ()))
             if action.phase is Phase.FORWARD:
                 self._add_forward_pass(action.stage)
             else:
@@ -539,8 +546,6 @@ class _RankLowering:
 
     def _add_forward_pass(self, stage: int) -> None:
         layers = self.plan.layers_of_stage(stage)
-        if stage > 0:
-            self._add_message(stage - 1, stage, Phase.FORWARD)
         for operation in self._input() if stage == 0 else ():
             self._add_forward(operation, Phase.FORWARD)
         for index in layers:
@@ -552,12 +557,10 @@ class _RankLowering:
             for operation in self._head():
                 self._add_forward(operation, Phase.FORWARD)
         else:
-            self._add_message(stage, stage + 1, Phase.FORWARD)
+            self._add_sending(stage, stage + 1, Phase.FORWARD)
 
     def _add_backward_pass(self, stage: int) -> None:
-        if stage < self.plan.num_stages - 1:
-            self._add_message(stage + 1, stage, Phase.BACKWARD)
-        else:
+        if stage == self.plan.num_stages - 1:
             self._add_reductions(self._reductions.before_backward())
             for operation in reversed(self._head()):
                 self._add_backward(operation)
@@ -570,7 +573,7 @@ class _RankLowering:
             self._add_backward_of_layer(index, self._layer(index))
             self._add_scatter(f"layer{index}")
         if stage > 0:
-            self._add_message(stage, stage - 1, Phase.BACKWARD)
+            self._add_sending(stage, stage - 1, Phase.BACKWARD)
             return
         for operation in reversed(self._input()):
             self._add_backward(operation)
@@ -588,32 +591,37 @@ class _RankLowering:
         for operation in backward:
             self._add_backward(operation)
 
-    def _add_message(self, source: int, target: int, phase: Phase) -> None:
-        """Add what one stage sends to another: forward the rows between them, backward their gradients.
+    def _add_arrival(self, action: Action) -> None:
+        """Add the message with which a pass begins, if there is one; others run while it is on its way."""
+        source = action.source(self.plan.num_stages)
+        if source is not None:
+            self._begin(action)
+            waits_for = () if self._previous is None else (self._previous,)
+            self._arrivals[action] = (len(self.tasks),)
+            self._add_message(TaskKind.RECEIVE, (source, action.stage), action.phase, Stream.RECEIVED, waits_for)
 
-        The sender goes on meanwhile; the receiver waits.
-        """
-        earlier = min(source, target)
-        group = self.plan.stage_group(self.rank, source, target)
-        rows = self.work.num_input_rows(self.plan.layers_of_stage(earlier + 1)[0])
-        kind = TaskKind.SEND if group[0] == self.rank else TaskKind.RECEIVE
-        name, shape = output_name(earlier), (rows * self.model.width * self.plan.precision.num_bytes,)
-        if kind is TaskKind.RECEIVE:
-            self._add(name, kind, phase, shape, self.plan.precision, ranks=group)
-            return
+    def _add_sending(self, source: int, target: int, phase: Phase) -> None:
+        """Add what one stage sends to another: forward the rows between them, backward their gradients."""
         stream = Stream.SENT_ACTIVATIONS if phase is Phase.FORWARD else Stream.SENT_GRADIENTS
         assert self._previous is not None, "a stage computes what it sends"
         self._sent[stream] = len(self.tasks)
+        self._add_message(TaskKind.SEND, (source, target), phase, stream, (self._previous,))
+
+    def _add_message(
+        self, kind: TaskKind, stages: tuple[int, int], phase: Phase, stream: Stream, waits_for: tuple[int, ...]
+    ) -> None:
+        earlier = min(stages)
+        rows = self.work.num_input_rows(self.plan.layers_of_stage(earlier + 1)[0])
         self.tasks.append(
             Task(
-                name=self._scope + task_name(name, phase),
+                name=self._scope + task_name(output_name(earlier), phase),
                 kind=kind,
                 phase=phase,
-                shape=shape,
+                shape=(rows * self.model.width * self.plan.precision.num_bytes,),
                 dtype=self.plan.precision,
                 stream=stream,
-                waits_for=(self._previous,),
-                group=group,
+                waits_for=waits_for,
+                group=self.plan.stage_group(self.rank, *stages),
             )
         )
 
@@ -882,7 +890,8 @@ class _RankLowering:
         is_of_gradients = kind.is_collective and phase is Phase.UPDATE and not ranks
         is_beside = is_of_gradients and self.plan.overlap_gradients
         stream = Stream.GRADIENTS if is_beside else stream
-        waits_for = {index for index in behind if self.tasks[index].stream is not stream}
+        waits_for = {index for index in (*behind, *self._awaited) if self.tasks[index].stream is not stream}
+        self._awaited.clear()
         if result_of in self._beside:
             waits_for.add(self._beside[result_of])
         previous = self._previous

@@ -1,5 +1,6 @@
 import dataclasses
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -9,7 +10,7 @@ from simulator.costs import task_flops
 from simulator.engine import run_program, step_seconds
 from simulator.matching import mismatches
 from simulator.memory import peak_memory
-from simulator.pipeline import most_kept, rank_actions
+from simulator.pipeline import Action, most_kept, rank_actions
 from simulator.specs.cluster import BUILT_IN_CLUSTERS
 from simulator.specs.cost import CollectiveCost, TaskCost
 from simulator.specs.model import ModelSpec
@@ -57,7 +58,7 @@ def staged_plans(draw) -> Plan:
 
 @given(plan=staged_plans())
 def test_each_stage_takes_each_micro_batch_forward_and_then_back(plan):
-    seen = Counter()
+    seen: Counter[Action] = Counter()
     for rank in range(plan.pipeline_parallel_degree):
         actions = rank_actions(plan, rank)
         seen.update(actions)
@@ -115,14 +116,14 @@ def test_a_message_has_the_rows_of_its_micro_batch_by_hand():
     first, second = ([task for task in tasks if task.kind in MESSAGES] for tasks in program.tasks)
     assert [(task.name, task.kind, task.shape, task.group) for task in first] == [
         ("mb0.stage0.output", TaskKind.SEND, (2880,), (0, 1)),
-        ("mb1.stage0.output", TaskKind.SEND, (2880,), (0, 1)),
         ("mb0.stage0.output.backward", TaskKind.RECEIVE, (2880,), (1, 0)),
+        ("mb1.stage0.output", TaskKind.SEND, (2880,), (0, 1)),
         ("mb1.stage0.output.backward", TaskKind.RECEIVE, (2880,), (1, 0)),
     ]
     assert [(task.name, task.kind, task.stream) for task in second] == [
         ("mb0.stage0.output", TaskKind.RECEIVE, Stream.RECEIVED),
-        ("mb0.stage0.output.backward", TaskKind.SEND, Stream.SENT_GRADIENTS),
         ("mb1.stage0.output", TaskKind.RECEIVE, Stream.RECEIVED),
+        ("mb0.stage0.output.backward", TaskKind.SEND, Stream.SENT_GRADIENTS),
         ("mb1.stage0.output.backward", TaskKind.SEND, Stream.SENT_GRADIENTS),
     ]
 
@@ -187,9 +188,7 @@ def test_memory_of_stages_by_hand():
 @given(plan=staged_plans())
 def test_each_parameter_is_on_the_ranks_of_one_stage(plan):
     found = [
-        name
-        for rank in plan.mesh.group(("pp",), 0)
-        for name, _ in rank_parameter_shapes(plan, GRAPH, MODEL, rank)
+        name for rank in plan.mesh.group(("pp",), 0) for name, _ in rank_parameter_shapes(plan, GRAPH, MODEL, rank)
     ]
     assert sorted(found) == sorted(name for name, _ in parameter_shapes(GRAPH, MODEL))
 
@@ -224,7 +223,7 @@ def test_the_micro_batches_of_an_epoch_have_each_seed_once(batches, replicas):
 # --- Programs that do not match.
 
 
-def changed(program: Program, rank: int, name: str, **fields: object) -> Program:
+def changed(program: Program, rank: int, name: str, **fields: Any) -> Program:
     """Return a program in which one task of a rank is another."""
     tasks = [list(of_rank) for of_rank in program.tasks]
     index = next(index for index, task in enumerate(tasks[rank]) if task.name == name)
@@ -260,9 +259,9 @@ def test_ranks_that_wait_for_each_others_messages_are_found():
     # The first rank waits for a gradient before it sends the rows from which it is made.
     first = list(program.tasks[0])
     received = next(index for index, task in enumerate(first) if task.kind is TaskKind.RECEIVE)
-    first = [first[received], *first[:received], *first[received + 1 :]]
-    bare = [tuple(dataclasses.replace(task, waits_for=()) for task in tasks) for tasks in (first, program.tasks[1])]
-    (sentence,) = mismatches(Program(tasks=tuple(bare)))
+    arrival = dataclasses.replace(first.pop(received), waits_for=())
+    compute = [dataclasses.replace(task, waits_for=(0,)) for task in first]
+    (sentence,) = mismatches(Program(tasks=((arrival, *compute), program.tasks[1])))
     assert sentence.startswith("the collectives have no one order: ")
 
 
