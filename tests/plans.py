@@ -13,7 +13,16 @@ from simulator.specs.files import write_plan
 from simulator.specs.gradients import GradientCompression
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import ModelSpec
-from simulator.specs.plan import Exchange, ExchangePayload, ParameterSharding, PartitionSpec, Plan, Recompute, StepMode
+from simulator.specs.plan import (
+    Exchange,
+    ExchangePayload,
+    ParameterSharding,
+    PartitionSpec,
+    PipelineSchedule,
+    Plan,
+    Recompute,
+    StepMode,
+)
 from simulator.specs.train import TrainSpec
 from simulator.specs.units import MIB, Dtype
 
@@ -34,6 +43,10 @@ class Choices:
     graph_parallel_degree: int = 1
     tensor_parallel_degree: int = 1
     shard_parameters: ParameterSharding = ParameterSharding.NONE
+    pipeline_parallel_degree: int = 1
+    stages: tuple[int, ...] = ()
+    pipeline_schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
+    num_micro_batches: int = 1
     num_parts: int = 0
     parts_per_batch: int = 0
     exchange: Exchange | tuple[Exchange, ...] = Exchange.HALO
@@ -56,7 +69,8 @@ class Choices:
     @property
     def num_ranks(self) -> int:
         """Ranks of the plan."""
-        return self.data_parallel_degree * self.graph_parallel_degree * self.tensor_parallel_degree
+        of_stage = self.data_parallel_degree * self.graph_parallel_degree * self.tensor_parallel_degree
+        return of_stage * self.pipeline_parallel_degree
 
 
 def plan_of(
@@ -78,13 +92,17 @@ def plan_of(
             graph,
             choices.fan_outs,
             seeds_per_batch=choices.seeds_per_batch,
-            data_parallel_degree=choices.data_parallel_degree,
+            data_parallel_degree=choices.data_parallel_degree * choices.num_micro_batches,
         )
     return Plan(
         data_parallel_degree=choices.data_parallel_degree,
         graph_parallel_degree=choices.graph_parallel_degree,
         tensor_parallel_degree=choices.tensor_parallel_degree,
         shard_parameters=choices.shard_parameters,
+        pipeline_parallel_degree=choices.pipeline_parallel_degree,
+        stages=choices.stages,
+        pipeline_schedule=choices.pipeline_schedule,
+        num_micro_batches=choices.num_micro_batches,
         partition=partition or partition_graph(graph, num_parts, seed=seed, folder=folder),
         parts_per_batch=num_parts if sampled else choices.parts_per_batch or choices.graph_parallel_degree,
         exchange=exchange if isinstance(exchange, tuple) else (exchange,) * model.num_layers,
