@@ -193,8 +193,7 @@ def checkpoint_state(trainer: Trainer, history: History) -> dict[str, Any]:
 def restore(trainer: Trainer, history: History, checkpoint: Checkpoint) -> None:
     """Put a trainer and a history where a checkpoint was made; no collective is called.
 
-    State of single ranks is restored on the same number of ranks with the same layers, and starts afresh on others, with
-    a warning.
+    State of single ranks is restored on as many ranks with the same layers, else it starts afresh, with a warning.
 
     Raises:
         SpecError: if this version of torch cannot read the files.

@@ -1,6 +1,8 @@
 """Passes of stages come in the order of torch's schedules; messages between them reach c10d as named tasks."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
@@ -32,7 +34,7 @@ def ours(schedule: PipelineSchedule, degree: int, num_stages: int, batches: int)
     ]
 
 
-def told(actions: list[object]) -> list[str]:
+def told(actions: Sequence[object]) -> list[str]:
     """Return torch's passes without idle turns and reductions.
 
     Its table of 1F1B, which only a drawing of schedules uses, counts the forward passes of the last rank from one.
@@ -51,7 +53,7 @@ def told(actions: list[object]) -> list[str]:
 )
 def test_passes_of_one_stage_a_rank_come_in_the_order_of_torch(schedule, theirs, degree, extra):
     batches = degree + extra
-    settings = SimpleNamespace(_num_stages=degree, _n_microbatches=batches)
+    settings: Any = SimpleNamespace(_num_stages=degree, _n_microbatches=batches)
     expected = theirs._get_pipeline_order(settings)
     assert ours(schedule, degree, degree, batches) == [told(expected[rank]) for rank in range(degree)]
 
@@ -61,7 +63,7 @@ def test_passes_of_one_stage_a_rank_come_in_the_order_of_torch(schedule, theirs,
 @pytest.mark.parametrize("stages_per_rank", [2, 3])
 def test_passes_of_interleaved_stages_come_in_the_order_of_torch(degree, turns, stages_per_rank):
     batches = turns * degree
-    settings = SimpleNamespace(
+    settings: Any = SimpleNamespace(
         n_local_stages=stages_per_rank,
         microbatches_per_round=degree,
         pp_group_size=degree,

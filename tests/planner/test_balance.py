@@ -17,7 +17,7 @@ def slowest(stages, layers, first, last) -> float:
     totals = [sum(layers[begin:end]) for begin, end in itertools.pairwise(bounds)]
     totals[0] += first
     totals[-1] += last
-    return max(totals)
+    return float(max(totals))
 
 
 @given(layers=costs, ends=st.tuples(st.integers(0, 20), st.integers(0, 20)), data=st.data())

@@ -428,7 +428,7 @@ def test_ranks_that_share_parameters_out_divide_the_width():
 # --- Stages and micro-batches.
 
 
-STAGES = {"pipeline_parallel_degree": 2, "stages": (1, 1), "graph_parallel_degree": 1}
+STAGES: dict[str, Any] = {"pipeline_parallel_degree": 2, "stages": (1, 1), "graph_parallel_degree": 1}
 
 
 @pytest.mark.parametrize(
