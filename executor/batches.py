@@ -100,9 +100,7 @@ class Batches:
             order_N = self._inputs.order_N
             place_N = None if order_N is None else np.argsort(order_N)
             self._sampler = NeighbourhoodSampler(self._inputs.graph, sampled.fan_outs, seed=self._seed, place_N=place_N)
-        ranges = [
-            seed_ranges(self._plan, step=step, micro_batch=each) for each in range(self._plan.num_micro_batches)
-        ]
+        ranges = [seed_ranges(self._plan, step=step, micro_batch=each) for each in range(self._plan.num_micro_batches)]
         first, end = ranges[micro_batch][self._place.replica]
         seeds = self._epoch_seeds(step // self._plan.steps_per_epoch)[first:end]
         return self._sampler.sample(seeds, step), ranges[-1][-1][1] - ranges[0][0][0]

@@ -133,9 +133,7 @@ class GraphTransformer(nn.Module):
         whole = StageLayers(layers=range(self.model.num_layers), is_first=True, is_last=True)
         return self.run_stage(whole, None, data, settings)
 
-    def run_stage(
-        self, stage: "StageLayers", h_ND: Tensor | None, data: RankData, settings: ForwardSettings
-    ) -> Tensor:
+    def run_stage(self, stage: "StageLayers", h_ND: Tensor | None, data: RankData, settings: ForwardSettings) -> Tensor:
         """Return the rows that a stage makes of those that it gets, or logits if it is the last one.
 
         Args:

@@ -73,7 +73,7 @@ class CollectiveSample:
         require(1 <= self.num_hosts <= self.num_ranks, "num_hosts", "must be within 1 and num_ranks", self.num_hosts)
         require_at_least(2, num_ranks=self.num_ranks)
         require_at_least(0, num_bytes=self.num_bytes, host_seconds=self.host_seconds)
-        require(self.kind in GROUP_COLLECTIVES, "kind", "must be a collective of a group", self.kind.value)
+        require(self.kind in GROUP_COLLECTIVES, "kind", "must be a collective", self.kind.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
