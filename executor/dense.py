@@ -50,6 +50,14 @@ def before_attention(run: Run, weights: Weights, h_ND: Tensor, sums: TensorSums 
     return run("query_key_value", operations.PROJECTION, x_ND, weights["query_key_value.weight"])  # type: ignore[no-any-return]
 
 
+def before_attention_apart(
+    run: Run, weights: Weights, h_ND: Tensor, sums: TensorSums | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the same by two products, so that queries can be made again without keys and values."""
+    x_ND, weight = normed(run, weights, h_ND, sums), weights["query_key_value.weight"]
+    return run("query", operations.QUERY, x_ND, weight), run("key_value", operations.KEY_VALUE, x_ND, weight)
+
+
 def normed(run: Run, weights: Weights, h_ND: Tensor, sums: TensorSums | None = None) -> Tensor:
     """Return the rows that a layer makes queries, keys and values of, [N, D]."""
     norm_weight, norm_bias = weights["attention_norm.weight"], weights["attention_norm.bias"]

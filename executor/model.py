@@ -14,14 +14,26 @@ from torch.utils.checkpoint import checkpoint
 
 from executor import operations
 from executor.data import RankData
-from executor.dense import CompiledDense, Dropout, Run, Weights, after_attention, before_attention, normed
+from executor.dense import (
+    CompiledDense,
+    Dropout,
+    Run,
+    Weights,
+    after_attention,
+    before_attention,
+    before_attention_apart,
+    normed,
+)
 from executor.keyed import signed
 from executor.layer_attention import LayerAttention
+from executor.offload import HostMemory, LayerOffload
+from executor.recompute import Here, Recomputation
 from executor.record import Recorder
 from executor.tensor_sums import TensorSums
+from simulator.recompute import RECOMPUTED
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import NUM_DEGREE_BUCKETS, EdgeBias, ModelSpec
-from simulator.specs.plan import ROW_EXCHANGES, Exchange, ExchangePayload, Recompute
+from simulator.specs.plan import QUERIES_APART, ROW_EXCHANGES, Exchange, ExchangePayload, Recompute
 from simulator.workload import num_input_columns
 
 
@@ -38,6 +50,9 @@ class ForwardSettings:
         compiled: the dense parts of a layer, compiled; None runs them task by task, as a recorder that is on does too.
         tensor_group: ranks that hold the same rows, each with the weights of its own heads and columns; None for one
             rank.
+        offloads: of each layer, whether what it keeps for its backward pass lies on the host meanwhile.
+        offload_min_bytes: smaller tensors stay.
+        host_memory: for them; None without any.
         attend: returns a layer's attention from its weights, q [N, D] and keys and values [N, 2D], on a single rank, in
             place of attention over the batch's edges (`executor/attend.py`); it is not recorded, and never captured.
     """
@@ -51,6 +66,9 @@ class ForwardSettings:
     weights: Mapping[str, Tensor] | None = None
     compiled: CompiledDense | None = None
     tensor_group: dist.ProcessGroup | None = None
+    offloads: tuple[bool, ...] = ()
+    offload_min_bytes: int = 0
+    host_memory: HostMemory | None = None
     attend: Callable[[Mapping[str, Tensor], Tensor, Tensor], Tensor] | None = None
 
 
@@ -142,23 +160,19 @@ class GraphTransformer(nn.Module):
         if stage.is_first:
             h_ND = self._input(data, settings)
         assert h_ND is not None, "a stage behind another gets its rows"
+        before = None
         for index in stage.layers:
-            body = partial(self._layer, index, data=data, settings=settings)
-            if settings.recompute[index] is Recompute.LAYER and torch.is_grad_enabled():
-                body = partial(
-                    checkpoint,
-                    body,
-                    use_reentrant=False,
-                    preserve_rng_state=False,  # dropout is keyed, not drawn
-                    early_stop=False,  # recompute every task of the layer, as the program says
-                    context_fn=lambda: (contextlib.nullcontext(), self.recorder.recomputing()),
-                )
+            away = self._offload_of(index, settings)
+            body = partial(self._layer_with_memory, index, data=data, settings=settings, away=away)
             h_ND = self.get_submodule(f"layer{index}")(h_ND, body)
+            _settle(before, h_ND)
+            before = away
         if not stage.is_last:
             return h_ND
         run, head = self.recorder.run, self._weights_of(settings, "head")
         h_ND = run("head.norm", operations.LAYER_NORM, h_ND, head["norm.weight"], head["norm.bias"])
         logits_NC: Tensor = run("head.linear", operations.LINEAR, h_ND, head["linear.weight"], head["linear.bias"])
+        _settle(before, logits_NC)
         return logits_NC
 
     def loss(self, logits_NC: Tensor, data: RankData) -> Tensor:
@@ -180,6 +194,41 @@ class GraphTransformer(nn.Module):
         assert h_ND is not None, "a graph has features, at least its degrees"
         dropout = self._dropout(data.node_N, settings, "input.dropout")
         return h_ND if dropout is None else dropout.of(h_ND, run, "input.dropout", 0)
+
+    def _offload_of(self, index: int, settings: ForwardSettings) -> LayerOffload | None:
+        """Return what takes a layer's tensors to the host; None if they stay."""
+        if settings.host_memory is None or not settings.offloads[index] or not torch.is_grad_enabled():
+            return None
+        min_bytes = settings.offload_min_bytes
+        return LayerOffload(settings.host_memory, self.recorder, f"layer{index}", min_bytes=min_bytes)
+
+    def _layer_with_memory(
+        self, index: int, h_ND: Tensor, *, data: RankData, settings: ForwardSettings, away: LayerOffload | None
+    ) -> Tensor:
+        """Return a layer's rows; what it keeps for its backward pass, and where, is as the settings say."""
+        layer = partial(self._layer, index, data=data, settings=settings)
+        if not torch.is_grad_enabled():
+            return layer(h_ND)
+        if settings.recompute[index] is Recompute.LAYER:
+            layer_ND: Tensor = checkpoint(
+                layer,
+                h_ND,
+                use_reentrant=False,
+                preserve_rng_state=False,  # dropout is keyed, not drawn
+                early_stop=False,  # recompute every task of the layer, as the program says
+                context_fn=lambda: (contextlib.nullcontext(), self.recorder.recomputing()),
+            )
+            return layer_ND
+        names = RECOMPUTED[settings.recompute[index]]
+        if not names and away is None:
+            return layer(h_ND)
+        keep = Here if away is None else away.keep
+        weights = self._weights_of(settings, f"layer{index}").values()
+        with Recomputation(self.recorder, f"layer{index}", names, keep, weights=weights).forward():
+            layer_ND = layer(h_ND)
+        if away is not None:
+            away.copy_out()
+        return layer_ND
 
     def _layer(self, index: int, h_ND: Tensor, *, data: RankData, settings: ForwardSettings) -> Tensor:
         name = f"layer{index}"
@@ -223,7 +272,9 @@ class GraphTransformer(nn.Module):
             # What travels lies between norm and projection, or an exchange begins between two projections.
             x_ND = normed(run, weights, h_ND, sums) if compiled is None else compiled.norm(weights, h_ND)
             return h_ND, attention.overlapped(x_ND, sends_rows=sends_rows) if overlaps else attention.of_rows(x_ND)
-        if compiled is None:
+        if settings.recompute[index] in QUERIES_APART and exchange in ROW_EXCHANGES:
+            q_ND, kv_N2D = before_attention_apart(run, weights, h_ND, sums)
+        elif compiled is None:
             q_ND, kv_N2D = before_attention(run, weights, h_ND, sums)
         else:
             q_ND, kv_N2D = compiled.before(weights, h_ND)
@@ -263,3 +314,10 @@ def _size(group: dist.ProcessGroup | None) -> int:
 
 def _local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _settle(before: LayerOffload | None, rows_NC: Tensor) -> None:
+    """Free on the device what the layer before keeps on the host, until the backward pass reaches `rows_NC`."""
+    if before is not None:
+        before.settle()
+        rows_NC.register_hook(before.copy_in)

@@ -73,6 +73,16 @@ class Overlap:
         with self.recorder.task(f"{self.layer}.merge", TaskKind.MERGE, self.recorder.phase, shape):
             merge_into(whole, part, first_row)
 
+    def remember(self, whole: Attended, q_ND: Tensor, kv_M2D: Tensor, bias_EH: Tensor | None) -> None:
+        """Tell how attention over all edges is made again, in one run, should it not be kept."""
+
+        def again(q_ND: Tensor, kv_M2D: Tensor, bias_EH: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+            found = self._part("_whole", self.heads_of(q_ND), kv_M2D, bias_EH, self.edges)
+            return found.out, found.lse, found.rest
+
+        results = (whole.out, whole.lse, whole.rest)
+        self.recorder.remember(f"{self.layer}.attention", again, (q_ND, kv_M2D, bias_EH), results)
+
     def over_sources(
         self, grad_NHK: Tensor, whole: Attended, q_NHK: Tensor, kv_M2D: Tensor, bias_EH: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -185,6 +195,7 @@ class _Attention(torch.autograd.Function):
         if overlap.sends_rows:
             projected.forward("key_value_halo", came_MC, slice(columns, None), arrival_M2D)
         overlap.merge_outer(whole, q_NHK, arrival_M2D, outer_bias_EH)
+        overlap.remember(whole, q_ND, kv_M2D, bias_EH)
         x_MD = came_MC if overlap.sends_rows else None
         ctx.overlap = overlap
         ctx.save_for_backward(x_ND, x_MD, weight, q_ND, kv_M2D, table_BH, bias_EH, whole.out, whole.lse, whole.rest)
@@ -193,6 +204,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         overlap: Overlap = ctx.overlap
+        overlap.recorder.pause()  # what is saved may have to be made again, which is no part of the task before
         x_ND, x_MD, weight, q_ND, kv_M2D, table_BH, bias_EH, out, lse, rest = ctx.saved_tensors
         exchange, projected = overlap.exchange, _Projection(overlap, weight)
         num_rows, columns = len(x_ND), query_columns(weight)

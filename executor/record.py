@@ -13,7 +13,7 @@ import json
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from executor.mesh import Place
 from executor.operations import Operation
 from executor.position import Position
-from simulator.specs.program import Phase, Stream, TaskKind, stream_of, task_name
+from simulator.specs.program import HOST_COPIES, Phase, Stream, TaskKind, stream_of, task_name
 from simulator.specs.trace import Span
 from simulator.specs.units import Dtype
 
@@ -84,6 +84,13 @@ class Recorder:
         self.annotate = annotate
         self.precision = precision
         self.phase = Phase.FORWARD
+        # What runs an operation, and is told what else made results: a layer that computes some of them again looks on
+        # (`executor/recompute.py`).
+        self.compute: Callable[[str, Operation, tuple[Any, ...]], Any] = _compute
+        self.remember: Callable[
+            [str, Callable[..., Sequence[torch.Tensor]], Sequence[Any], Sequence[torch.Tensor]], None
+        ]
+        self.remember = _forget
         self._prefix = self._scope = ""
         self._marks: list[Mark] = []
         self._open: Mark | None = None
@@ -113,10 +120,10 @@ class Recorder:
         """Return what the operation makes of the arguments, marked as a task forward and backward."""
         self.position.task = self._scope + name
         if not self.is_on:
-            return operation.function(*arguments)
+            return self.compute(name, operation, arguments)
         shape = operation.shape(*arguments)
         with self.task(name, operation.kind, self.phase, shape):
-            result = operation.function(*arguments)
+            result = self.compute(name, operation, arguments)
         if self.phase is Phase.FORWARD:
             self._name_backward(name, operation.kind, shape, result)
         return result
@@ -245,7 +252,8 @@ class Recorder:
         dtype: Dtype | None = None,
     ) -> Mark:
         self._close()
-        dtype = dtype or (Dtype.FLOAT32 if phase is Phase.UPDATE else self.precision)
+        is_single = phase is Phase.UPDATE or kind in HOST_COPIES
+        dtype = dtype or (Dtype.FLOAT32 if is_single else self.precision)
         full_name = self._prefix + self._full_name(name, phase)
         mark = Mark(name=full_name, kind=kind, phase=phase, shape=shape, dtype=dtype, group=group)
         self._enter(mark)
@@ -275,6 +283,14 @@ class Recorder:
         if mark.annotation is not None:
             mark.annotation.__exit__(None, None, None)
             mark.annotation = None
+
+
+def _compute(_: str, operation: Operation, arguments: tuple[Any, ...]) -> Any:
+    return operation.function(*arguments)
+
+
+def _forget(*_: object) -> None:
+    pass
 
 
 class StepTracer:
@@ -448,7 +464,11 @@ def spans_of_kernels(events: Sequence[dict[str, Any]], marks: Iterable[Mark], *,
     spans = []
     latest = 0.0
     for mark in marks:
-        kernel = times.get(mark.name, KernelTime(start_seconds=latest, busy_seconds=0.0))
+        # What the host computes itself launches nothing that counts.
+        host_seconds = mark.end_seconds - mark.start_seconds if mark.kind is TaskKind.HOST_OPTIMIZER else 0.0
+        kernel = KernelTime(start_seconds=latest, busy_seconds=host_seconds)
+        if mark.kind is not TaskKind.HOST_OPTIMIZER:
+            kernel = times.get(mark.name, kernel)
         latest = max(latest, kernel.start_seconds + kernel.busy_seconds)
         spans.append(
             replace(

@@ -97,6 +97,7 @@ class RunResult:
         data_seconds: time that rank 0 spent on making batches or waiting for them; outside the steps where batches are
             made once, else inside.
         checkpoint_seconds: time for which its training stood still for checkpoints, outside the steps.
+        reserved_memory_bytes: the most that each rank's allocator held, in use or not.
     """
 
     losses: tuple[float, ...]
@@ -106,6 +107,7 @@ class RunResult:
     first_step: int
     data_seconds: float
     checkpoint_seconds: float
+    reserved_memory_bytes: tuple[int, ...]
     trace: Trace
 
 
@@ -389,14 +391,15 @@ def train_loop(
     alone = [seconds[index] for index in range(first_warm, first_traced) if not was_shared[index]]
     spans = [*tracer.spans(), *batch_spans(trainer, tracer.spans())]
     with position.waiting("the traces of all ranks"):
-        gathered = _gather(store, place, (spans, peak_memory_bytes(place.device), place.cores))
+        memory = (peak_memory_bytes(place.device), reserved_memory_bytes(place.device))
+        gathered = _gather(store, place, (spans, memory, place.cores))
     trace = Trace(
         origin=TraceOrigin.MEASURED,
         num_ranks=trainer.plan.num_ranks,
         spans=with_waiting(span for rank_spans, _, _ in gathered for span in rank_spans),
         step_seconds=tuple(alone or seconds[first_warm:first_traced] or seconds[first_warm:]),
         traced_step_seconds=tuple(seconds[first_traced:]),
-        peak_memory_bytes=tuple(peak for _, peak, _ in gathered),
+        peak_memory_bytes=tuple(peak for _, (peak, _), _ in gathered),
         environment=environment(DeviceKind(place.device.type), cores=[cores for _, _, cores in gathered]),
     )
     assert history.best is not None  # the last step is evaluated
@@ -408,6 +411,7 @@ def train_loop(
         first_step=first_step,
         data_seconds=data_seconds,
         checkpoint_seconds=checkpointing.seconds,
+        reserved_memory_bytes=tuple(reserved for _, (_, reserved), _ in gathered),
         trace=trace,
     )
 
@@ -461,6 +465,11 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def reserved_memory_bytes(device: torch.device) -> int:
+    """Return the most memory that torch's allocator has held on a GPU, used or not; on CPUs that of the process."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak_memory_bytes(device)
+
+
 def _gather(store: Store, place: Place, mine: Any) -> list[Any]:
     """Return what each rank of the plan gave, on rank 0; an empty list elsewhere."""
     store.set(f"gathered{place.rank}", pickle.dumps(mine))  # type: ignore[arg-type]  # bytes are taken too
@@ -486,6 +495,7 @@ def _write_result(out: Path, plan: Plan, result: RunResult, best_weights: dict[s
             "compression": to_plain(plan.gradient_compression),
         },
         "checkpoint_seconds": result.checkpoint_seconds,
+        "reserved_memory_bytes": result.reserved_memory_bytes,
         "environment": dict(result.trace.environment),
     }
     write_text_atomic(out / "result.json", json.dumps(content, indent=1))

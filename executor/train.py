@@ -17,9 +17,11 @@ from executor.data import Inputs as Inputs
 from executor.data import RankData
 from executor.dense import compiled_dense
 from executor.exchange import ExchangeLayout
+from executor.host_optimizer import HostAdamW
 from executor.keyed import key_number
 from executor.mesh import Place
 from executor.model import ForwardSettings, GraphTransformer
+from executor.offload import HostMemory
 from executor.parallel import FlatGradients
 from executor.pipeline import Pipeline, stage_layers
 from executor.record import Recorder
@@ -30,7 +32,7 @@ from simulator.errors import RunError
 from simulator.exchanges import wire_dtype
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import ModelSpec
-from simulator.specs.plan import Exchange, Plan, Recompute, StepMode
+from simulator.specs.plan import Exchange, Offload, Plan, Recompute, StepMode
 from simulator.specs.program import Phase, TaskKind
 from simulator.specs.train import TrainSpec
 from simulator.specs.units import Dtype
@@ -91,15 +93,18 @@ class Trainer:
         self.pipeline = Pipeline(plan, self.model, recorder, place)
         self.gradients = self._made_gradients()
         # What changes from step to step lies on the device, where a CUDA graph reads it.
-        self.learning_rate = torch.tensor(0.0, device=place.device)  # whose value is known where tensors are fake
+        rate_device = "cpu" if plan.offload_optimizer else place.device
+        self.learning_rate = torch.tensor(0.0, device=rate_device)  # whose value is known where tensors are fake
         self.dropout_word = torch.zeros((), dtype=torch.int32, device=place.device)
         self._rate_factor = learning_rate_schedule(train)
-        self.optimizer = torch.optim.AdamW(
-            list(self.parameters.own.values()),
-            lr=self.learning_rate,
-            weight_decay=train.weight_decay,
-            fused=True,
-        )
+        memory, parameters = HostMemory(place.device), list(self.parameters.own.values())
+        rate, decay = self.learning_rate, train.weight_decay
+        self.host_optimizer: HostAdamW | None = None
+        if plan.offload_optimizer:
+            self.host_optimizer = HostAdamW(parameters, memory, learning_rate=rate, weight_decay=decay)
+            self.optimizer = self.host_optimizer.optimizer
+        else:
+            self.optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=decay, fused=True)
         compiled = compiled_dense() if train.compile_dense else None
         self.settings = ForwardSettings(
             exchange=plan.exchange,
@@ -110,6 +115,9 @@ class Trainer:
             weights=None if place.tensor_group is None or plan.shares_out else self.parameters.own,
             compiled=compiled,
             tensor_group=place.tensor_group,
+            offloads=tuple(map(plan.offloads, range(model.num_layers))),
+            offload_min_bytes=plan.offload_min_bytes,
+            host_memory=memory if Offload.ACTIVATIONS in plan.offload else None,
         )
         self._clip = self._shared_clip()
         self.rank_states: dict[str, Stateful] = {"gradients": self.gradients}
@@ -210,6 +218,10 @@ class Trainer:
                 clip_flat_gradient_(self.gradients.flat, max_norm)
         else:
             self._clip.clip_([value.grad for value in own if value.grad is not None], max_norm)
+        if self.host_optimizer is not None:
+            assert isinstance(self.gradients, FlatGradients), "an optimizer on the host updates all parameters"
+            self.host_optimizer.step(self.gradients, self.recorder)
+            return
         with self.recorder.task("optimizer", TaskKind.OPTIMIZER, Phase.UPDATE, shape):
             # Fused, it can be captured as it is; torch wants to be told in a capture, and warns outside of one.
             is_capturing = own[0].is_cuda and torch.cuda.is_current_stream_capturing()
@@ -260,6 +272,8 @@ class Trainer:
             value.copy_(state["model"][name])
             for key, moment in own["optimizer"][name].items():
                 moment.copy_(state["optimizer"][name][key])
+        if self.host_optimizer is not None:
+            self.host_optimizer.load_parameters()
         random = state.get("random", {})
         if "cpu" in random:
             torch.set_rng_state(random["cpu"])
@@ -268,10 +282,11 @@ class Trainer:
 
     def _optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """Return the optimizer's tensors by parameter; they are made first where no step has made them."""
+        updated = dict(zip(self.parameters.own, self.optimizer.param_groups[0]["params"], strict=True))
         if not self.optimizer.state:
             # A step by nothing: gradients are zero between steps, and so is the rate, which also scales the decay.
             self.learning_rate.zero_()
-            for value in self.parameters.own.values():
+            for value in updated.values():
                 value.grad = torch.zeros_like(value) if value.grad is None else value.grad
             self.optimizer.step()
             self.gradients.zero()
@@ -280,7 +295,7 @@ class Trainer:
         stored = self.parameters.stored
         return {
             name: {key: stored(name, moment) for key, moment in self.optimizer.state[value].items()}
-            for name, value in self.parameters.own.items()
+            for name, value in updated.items()
         }
 
     def batch(self, step: int) -> RankData:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from simulator.specs.decision import PlanFile
 from simulator.specs.gradients import CompressionKind
 from simulator.specs.order import NodeOrder
-from simulator.specs.plan import Exchange, ExchangePayload, Plan, Recompute
+from simulator.specs.plan import Exchange, ExchangePayload, Offload, Plan, Recompute
 from simulator.specs.program import BATCH_KINDS
 from simulator.specs.trace import Span, Trace, counted_spans
 from simulator.specs.units import Dimension, format_quantity
@@ -53,10 +53,23 @@ def description(plan: Plan) -> str:
         isolated = "" if plan.between_edges else "isolated "
         batch = f"{plan.data_parallel_degree} x {plan.parts_per_batch} of {plan.partition.num_parts} {isolated}clusters"
         batch += group + (", kept on the device" if plan.keep_batches else "")
-    again = sum(recompute is Recompute.LAYER for recompute in plan.recompute)
-    recompute = f", {again} of {len(plan.recompute)} layers recomputed" if again else ""
     spread = f"{_tensor_text(plan)}{_pipeline_text(plan)}"
-    return f"{ranks}: {batch}{spread}, {plan.precision.value}{recompute}{_gradients_text(plan)}"
+    return f"{ranks}: {batch}{spread}, {plan.precision.value}{_memory_text(plan)}{_gradients_text(plan)}"
+
+
+def _memory_text(plan: Plan) -> str:
+    """Return what is computed again and what lies on the host, and a comma before it."""
+    choices, num_layers = [], len(plan.recompute)
+    for kind, count in Counter(plan.recompute).items():
+        if kind is Recompute.LAYER:
+            choices.append(f"{count} of {num_layers} layers recomputed")
+        elif kind is not Recompute.NONE:
+            choices.append(f"{kind} recompute in {count} of {num_layers} layers")
+    if away := plan.offload.count(Offload.ACTIVATIONS):
+        choices.append(f"activations of {away} of {num_layers} layers on the host")
+    if plan.offload_optimizer:
+        choices.append("optimizer on the host")
+    return "".join(f", {choice}" for choice in choices)
 
 
 def _tensor_text(plan: Plan) -> str:

@@ -14,7 +14,7 @@ from planner.neighbourhoods import expected_batches
 from planner.objective import epoch_seconds
 from planner.order import beyond_cache_ratio_of_plan, choose_order
 from planner.partition import partition_graph
-from planner.space import candidates
+from planner.space import candidates, keeping_all
 from simulator.constraints import violations
 from simulator.errors import NoFeasiblePlanError
 from simulator.memory import RankMemory, largest_category, misfit, peak_memory, total_bytes
@@ -27,7 +27,7 @@ from simulator.specs.document import content_sha256
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import ModelSpec
 from simulator.specs.order import NodeOrder, OrderSpec
-from simulator.specs.plan import Exchange, PartitionSpec, Plan, SampledBatches
+from simulator.specs.plan import Exchange, PartitionSpec, Plan, SampledBatches, StepMode
 from simulator.specs.search import SearchSpec
 from simulator.specs.train import TrainSpec
 from simulator.specs.units import Dtype
@@ -172,7 +172,10 @@ def _price_all(
 ) -> Iterator[_Priced]:
     """Yield the candidates that could win, and count the others by reason."""
     best_seconds = float("inf")
+    fitting: set[Plan] = set()  # those that keep all on the device
     for plan in plans:
+        if keeping_all(plan) in fitting:
+            continue
         if found := violations(plan, spec, model, costs.cluster):
             rejected.update(found[:1])
             continue
@@ -182,6 +185,7 @@ def _price_all(
             rejected[f"does not fit into a device's memory, most of which {largest_category(memory)} would take"] += 1
             misfits.append((max(map(total_bytes, memory)), reason))
             continue
+        fitting.add(replace(plan, step_mode=StepMode.EAGER))
         programs = [lower(plan, spec, model, costs.cluster, step=step, seed=train.seed) for step in steps]
         bound = epoch_seconds(plan, [lower_bound_seconds(costs, program) for program in programs])
         if bound > 2 * best_seconds:

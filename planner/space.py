@@ -17,10 +17,12 @@ from simulator.specs.plan import (
     ROW_EXCHANGES,
     Exchange,
     ExchangePayload,
+    Offload,
     ParameterSharding,
     PartitionSpec,
     PipelineSchedule,
     Plan,
+    Recompute,
     SampledBatches,
     StepMode,
 )
@@ -89,8 +91,8 @@ def candidates(
             crosses_hosts = is_full_graph and cut.hosts is not None and tensor_degree * pipeline.degree == 1
             exchanges = list(_exchanges(batches.graph_parallel_degree, search, crosses_hosts=crosses_hosts))
             plain_cut = replace(cut, hosts=None)
-            for (exchange, choices), recompute, precision, reduction in itertools.product(
-                exchanges, search.recomputes, search.precisions, reductions
+            for (exchange, choices), memory, precision, reduction in itertools.product(
+                exchanges, list(_memory_choices(search, model)), search.precisions, reductions
             ):
                 if not _shortens(choices["exchange_precision"], precision):
                     continue
@@ -104,12 +106,11 @@ def candidates(
                     partition=cut if exchange is Exchange.HIERARCHICAL_HALO else plain_cut,
                     parts_per_batch=batches.parts_per_batch,
                     exchange=(exchange,) * model.num_layers,
-                    recompute=(recompute,) * model.num_layers,
                     precision=precision,
                     gradient_bucket_bytes=reduction.bucket_bytes,
                     overlap_gradients=reduction.overlaps,
                     gradient_compression=reduction.compression,
-                    step_mode=step_mode,
+                    **({"step_mode": step_mode} | memory),
                     between_edges=batches.kind is not BatchKind.ISOLATED_CLUSTERS,
                     num_micro_batches=pipeline.num_micro_batches,
                     sampled=sampled(replicas * pipeline.num_micro_batches)
@@ -176,6 +177,32 @@ def _in_stages(plan: Plan, pipeline: _Pipeline, balance: Callable[[Plan, int], t
 
 def _evenly(plan: Plan, num_stages: int) -> tuple[int, ...]:
     return balanced_stages([1.0] * len(plan.exchange), num_stages)
+
+
+def _memory_choices(search: SearchSpec, model: ModelSpec) -> Iterator[dict[str, Any]]:
+    """Yield what layers keep and where, in the order of the search's choices; only what is kept can lie on the host."""
+    for on_host, offload, recompute in itertools.product(search.offload_optimizers, search.offloads, search.recomputes):
+        is_away = offload is Offload.ACTIVATIONS
+        if is_away and recompute is Recompute.LAYER:
+            continue
+        yield {
+            "recompute": (recompute,) * model.num_layers,
+            "offload": (offload,) * model.num_layers if is_away else (),
+            "offload_optimizer": on_host,
+            # Steps that go to the host are not replayed.
+            **({"step_mode": StepMode.EAGER} if is_away or on_host else {}),
+        }
+
+
+def keeping_all(plan: Plan) -> Plan | None:
+    """Return the plan that keeps all on the device, if this one is worth a try only where that one does not fit.
+
+    A layer that is computed again as a whole is tried beside it: it is what a person would ask about.
+    """
+    plain = replace(plan, recompute=(Recompute.NONE,) * len(plan.recompute), offload=(), offload_optimizer=False)
+    goes_away = bool(plan.offload) or plan.offload_optimizer
+    is_between = any(kind not in (Recompute.NONE, Recompute.LAYER) for kind in plan.recompute)
+    return replace(plain, step_mode=StepMode.EAGER) if goes_away or is_between else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,11 +3,21 @@
 from simulator.exchanges import rank_heads, rows_per_message, wire_dtype
 from simulator.fabric import fabric_of
 from simulator.gradients import MAX_TOP_K_ELEMENTS, buckets_of, is_factorised
+from simulator.recompute import RECOMPUTED
 from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.gradients import CompressionKind
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import ModelSpec
-from simulator.specs.plan import ROW_EXCHANGES, Exchange, ExchangePayload, PipelineSchedule, Plan, StepMode
+from simulator.specs.plan import (
+    ROW_EXCHANGES,
+    Exchange,
+    ExchangePayload,
+    Offload,
+    PipelineSchedule,
+    Plan,
+    Recompute,
+    StepMode,
+)
 from simulator.specs.train import TrainSpec
 from simulator.workload import rank_parameter_shapes
 
@@ -37,6 +47,7 @@ def violations(plan: Plan, graph: GraphSpec, model: ModelSpec, cluster: ClusterS
         *_link_violations(plan, cluster),
         *_step_violations(plan, cluster),
         *_gradient_violations(plan, graph, model),
+        *_offload_violations(plan),
     ]
 
 
@@ -59,6 +70,16 @@ def training_violations(plan: Plan, train: TrainSpec, cluster: ClusterSpec) -> l
         found.append(
             "train.compile_dense must be false when batches are clusters or sampled: their shapes differ, and each "
             "would be compiled for itself"
+        )
+    if train.compile_dense and any(RECOMPUTED.get(kind) for kind in plan.recompute):
+        kinds = ", ".join(sorted({kind.value for kind in plan.recompute if RECOMPUTED.get(kind)}))
+        found.append(
+            f"train.compile_dense must be false when recompute is {kinds}: compiled parts choose for themselves what "
+            "they compute again; use none or layer"
+        )
+    if train.compile_dense and Offload.ACTIVATIONS in plan.offload:
+        found.append(
+            "train.compile_dense must be false when offload is activations: compiled parts keep what they save apart"
         )
     return found
 
@@ -163,6 +184,11 @@ def _pipeline_violations(plan: Plan) -> list[str]:
         found.append(
             f"overlap_gradients must be false with {field}: gradients of all micro-batches are added up before they "
             "are reduced"
+        )
+    if plan.offload_optimizer or Offload.ACTIVATIONS in plan.offload:
+        found.append(
+            f"offload and offload_optimizer must be left out with {field}: what several passes keep would share the "
+            "copies of one; recompute layers, or use more stages"
         )
     if plan.step_mode is not StepMode.EAGER:
         found.append(f"step_mode must be eager with {field}, got {plan.step_mode}: a step is several passes")
@@ -322,6 +348,38 @@ def _gradient_violations(plan: Plan, graph: GraphSpec, model: ModelSpec) -> list
             f"gradient_compression.matrix_rank must make the factors of some parameter smaller than the parameter, got "
             f"{matrix_rank}: lower it, or send gradients as they are"
         )
+    return found
+
+
+def _offload_violations(plan: Plan) -> list[str]:
+    """Say why what a plan keeps on the host cannot lie there."""
+    found = []
+    for index, (offload, recompute) in enumerate(zip(plan.offload, plan.recompute, strict=False)):
+        if offload is Offload.ACTIVATIONS and recompute is Recompute.LAYER:
+            found.append(
+                f"offload[{index}] must be none when recompute[{index}] is layer: only the layer's input is kept, "
+                "which stays; use attention or dense"
+            )
+    for field, is_asked in (
+        ("offload", Offload.ACTIVATIONS in plan.offload),
+        ("offload_optimizer", plan.offload_optimizer),
+    ):
+        if is_asked and plan.step_mode is not StepMode.EAGER:
+            found.append(
+                f"{field} must be left out when step_mode is {plan.step_mode}: replayed steps do not wait for the "
+                "host; use eager"
+            )
+    shares = []
+    if plan.tensor_parallel_degree > 1:
+        shares.append(f"tensor_parallel_degree is {plan.tensor_parallel_degree}")
+    if plan.shares_out:
+        shares.append(f"shard_parameters is {plan.shard_parameters}")
+    for field in shares:
+        if plan.offload_optimizer:
+            found.append(
+                f"offload_optimizer must be left out when {field}: ranks join shares of the optimizer's state for "
+                "checkpoints, which they do on their devices"
+            )
     return found
 
 

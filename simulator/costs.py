@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from simulator.errors import CalibrationError
 from simulator.specs.calibration import Calibration, ComputeSample
 from simulator.specs.cost import TaskCost
-from simulator.specs.program import ATTENTION_PASSES, ATTENTIONS, UPDATES, Phase, Task, TaskKind
+from simulator.specs.program import ATTENTION_PASSES, ATTENTIONS, HOST_COPIES, UPDATES, Phase, Task, TaskKind
 from simulator.specs.units import Dtype
 
 _Key = tuple[TaskKind, Phase, Dtype]
@@ -101,6 +101,8 @@ def task_bytes(kind: TaskKind, phase: Phase, shape: tuple[int, ...], dtype: Dtyp
             return 8.0 * shares * elements
         case _ if kind in UPDATES:
             return 4.0 * shape[0]
+        case TaskKind.COPY_TO_HOST | TaskKind.COPY_FROM_HOST:
+            return float(shape[0])
         case _:
             return float(size * math.prod(shape))
 
@@ -123,9 +125,11 @@ class ComputeCosts:
 
     Args:
         busy_devices: devices of a host that work at the same time; the nearest measured number is used.
+        host_bytes_per_second: between a device and its host, for calibrations without such copies; 0 where unknown.
     """
 
-    def __init__(self, calibration: Calibration, *, busy_devices: int) -> None:
+    def __init__(self, calibration: Calibration, *, busy_devices: int, host_bytes_per_second: float = 0.0) -> None:
+        self._host_bytes_per_second = host_bytes_per_second
         groups: dict[_Key, dict[int, list[ComputeSample]]] = defaultdict(lambda: defaultdict(list))
         for sample in calibration.computes:
             groups[sample.kind, sample.phase, sample.dtype][sample.busy_devices].append(sample)
@@ -154,11 +158,15 @@ class ComputeCosts:
         return self._price(task)[1]
 
     def _price(self, task: Task) -> tuple[TaskCost, float]:
-        # A layer computed again costs what it cost forward.
-        phase = Phase.FORWARD if task.phase is Phase.RECOMPUTE else task.phase
+        # A layer computed again costs what it cost forward, and a copy the same whenever it is made.
+        is_as_forward = task.phase is Phase.RECOMPUTE or task.kind in HOST_COPIES
+        phase = Phase.FORWARD if is_as_forward else task.phase
         key = (task.kind, phase, task.dtype)
         point = _point(task)
         if (key, point) not in self._priced:
+            if key not in self._laws and task.kind in HOST_COPIES and self._host_bytes_per_second > 0:
+                seconds = task.shape[0] / self._host_bytes_per_second
+                return TaskCost(host_seconds=0.0, device_seconds=seconds), 0.0
             if key not in self._laws:
                 raise CalibrationError(
                     f"the calibration of {self._device_name} has no samples of {task.kind} {phase} in {task.dtype}: "

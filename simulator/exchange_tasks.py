@@ -213,7 +213,7 @@ class AttentionLowering:
         exchange = [*self._messages(own_rows=own_rows), *self._widen(), *self._pass_on(copies_held=True)]
         attention = self._attend("", self.work.edges, sources)
         if not sends_rows:
-            return [self._project(), *exchange, *attention]
+            return [*self._projections(), *exchange, *attention]
         return [
             *exchange,
             same(f"{self.layer}.query", TaskKind.PROJECTION, (work.num_rows, width, self.columns)),
@@ -460,6 +460,16 @@ class AttentionLowering:
     def _project(self) -> Operation:
         shape = (self.work.num_rows, self.model.width, 3 * self.columns)
         return same(f"{self.layer}.query_key_value", TaskKind.PROJECTION, shape)
+
+    def _projections(self) -> list[Operation]:
+        """Return what makes queries, keys and values: at once, or queries apart where they are computed again."""
+        if not self.plan.splits_projection(int(self.layer.removeprefix("layer"))):
+            return [self._project()]
+        rows, width = self.work.num_rows, self.model.width
+        return [
+            same(f"{self.layer}.query", TaskKind.PROJECTION, (rows, width, self.columns)),
+            same(f"{self.layer}.key_value", TaskKind.PROJECTION, (rows, width, 2 * self.columns)),
+        ]
 
     def _attend(
         self, suffix: str, edges: EdgeCounts, sources: int, *, targets: int | None = None, heads: int | None = None

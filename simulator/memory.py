@@ -1,7 +1,8 @@
 """Peak bytes of each rank, and where they go."""
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from simulator.exchanges import (
     head_counts,
@@ -15,20 +16,20 @@ from simulator.exchanges import (
 )
 from simulator.gradients import PARAMETER_BYTES, buckets_of, kept_bytes, passing_bytes
 from simulator.pipeline import most_kept, rank_actions
+from simulator.saved import (
+    SCORE_BYTES,
+    SavedTensor,
+    attended,
+    kept_tensors,
+    offloaded_bytes,
+    saved_tensors,
+)
 from simulator.sharding import REST, share_elements, units_of
 from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import EdgeBias, ModelSpec
-from simulator.specs.plan import (
-    HALO_EXCHANGES,
-    ROW_EXCHANGES,
-    Exchange,
-    ExchangePayload,
-    ParameterSharding,
-    Plan,
-    Recompute,
-)
-from simulator.specs.units import Dimension, format_quantity
+from simulator.specs.plan import ROW_EXCHANGES, Exchange, ParameterSharding, Plan, Recompute
+from simulator.specs.units import MIB, Dimension, format_quantity
 from simulator.workload import (
     RankWork,
     num_input_columns,
@@ -39,12 +40,13 @@ from simulator.workload import (
 )
 
 INDEX_BYTES = 8  # torch's indices are int64
-SCORE_BYTES = 4  # softmax is fp32
 SOURCE_BYTES = 4  # of an edge by target, int32
 EDGE_BYTES = 3 * 4  # source of an edge by target, and in the transpose its target and its place by target, int32
 # Beside torch's allocator: CUDA context and NCCL buffers hold 2.5 GB on an H200 with torch 2.11 (DESIGN.md section 7);
 # a process with torch, PyG and SciPy imported holds about 0.5 GB on a CPU (resident size before the first tensor).
 CONTEXT_BYTES = {DeviceKind.CUDA: 2_500_000_000, DeviceKind.CPU: 500_000_000}
+
+_PIECE_BYTES = 2 * MIB
 
 RankMemory = tuple[tuple[str, int], ...]  # category and bytes
 
@@ -85,6 +87,15 @@ def allocated_bytes(memory: RankMemory) -> int:
     return sum(num_bytes for category, num_bytes in memory if category != "context")
 
 
+def reserved_bytes(memory: RankMemory) -> int:
+    """Return what torch's allocator holds of the device at the peak, in use or not.
+
+    It takes memory in pieces of 2 MiB (`kLargeBuffer` and `kRoundLarge` of torch's CUDACachingAllocator); that pieces
+    are cut up and lie idle is left out.
+    """
+    return -(-allocated_bytes(memory) // _PIECE_BYTES) * _PIECE_BYTES
+
+
 def largest_category(plan_memory: Sequence[RankMemory]) -> str:
     """Return the category that takes most of the fullest rank."""
     fullest = max(plan_memory, key=total_bytes)
@@ -122,52 +133,49 @@ def _rank_memory(
     first_of_stages = plan.mesh.group(("pp",), 0)[plan.pipeline_rank(rank)]
     updated = num_updated(plan, graph, model, first_of_stages) * PARAMETER_BYTES
     whole_parameters, whole_gradients = _whole_bytes(plan, graph, model)
-    layers = [layer for stage in stages for layer in plan.layers_of_stage(stage)]
     kind = cluster.device.kind
-    again = [layer for layer in layers if plan.recompute[layer] is Recompute.LAYER]
+    own_layers = [layer for stage in stages for layer in plan.layers_of_stage(stage)]
+    by_work = [{layer: _LayerMemory.of(plan, model, work, layer, kind) for layer in own_layers} for work in works]
 
     def kept_bytes_of(stage: int, micro_batch: int) -> int:
-        return _stage_bytes(plan, graph, model, works[micro_batch], stage, kind)
+        resident = sum(by_work[micro_batch][layer].resident for layer in plan.layers_of_stage(stage))
+        return resident + _ends_bytes(plan, graph, model, works[micro_batch], stage)
 
     activations = most_kept(rank_actions(plan, plan.pipeline_rank(rank)), kept_bytes_of)
-    workspace = messages = 0
-    for work in works:
-        # While a layer is computed again, all that it saves is there once more.
-        more = max((_layer_bytes(plan, model, work, layer, plan.exchange[layer], kind) for layer in again), default=0)
-        largest = max(_workspace_bytes(plan, model, work, layer, plan.exchange[layer]) for layer in layers)
-        workspace = max(workspace, more + largest)
-        messages = max(messages, *(_message_bytes(plan, model, work, plan.exchange[layer]) for layer in layers))
-    messages += _stage_message_bytes(plan, model, works, stages)
+    messages = _stage_message_bytes(plan, model, works, stages)
+    messages += max(_message_bytes(plan, model, work, plan.exchange[layer]) for work in works for layer in own_layers)
+    workspace = 0
+    for stage, (number, of_work) in itertools.product(stages, enumerate(by_work)):
+        # A pass runs backward beside what the others keep; its head is done when its layers begin.
+        layers = [of_work[layer] for layer in plan.layers_of_stage(stage)]
+        most = max(layers[-1].away, _backward_peak(layers) - kept_bytes_of(stage, number))
+        workspace = max(workspace, most - messages)
     exchange = Exchange.HALO if plan.num_row_ranks > 1 else Exchange.NONE
     # An evaluation of the whole graph overlaps nothing.
     alone = replace(plan, overlap_exchange=False)
-    evaluation = 0 if plan.is_full_graph else _layer_bytes(alone, model, whole, 0, exchange, kind)
+    evaluation = 0 if plan.is_full_graph else _evaluation_bytes(alone, model, whole, exchange, kind)
     step = activations + workspace + messages
     compression = _compression_bytes(plan, graph, model, rank, other_bytes=max(step, evaluation))
+    on_host = _host_bytes(plan, updated, [*by_work[0].values()]) if kind is DeviceKind.CPU else 0
     return (
         ("parameters", updated + whole_parameters),
         ("gradients", updated + whole_gradients),
-        ("optimizer", 2 * updated),
+        ("optimizer", 0 if plan.offload_optimizer else 2 * updated),
         ("inputs", _resident_input_bytes(plan, graph, model, works, whole, has_features=0 in stages)),
         ("activations", activations),
         ("workspace", workspace),
         ("messages", messages),
         ("evaluation", max(evaluation - step, 0)),
         *((("gradient compression", compression),) if compression else ()),
+        *((("host copies", on_host),) if on_host else ()),
         ("context", CONTEXT_BYTES[cluster.device.kind]),
     )
 
 
-def _stage_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec, work: RankWork, stage: int, kind: DeviceKind) -> int:
-    """Return what a stage's pass over a micro-batch keeps for its backward pass."""
-    found = 0
-    for layer in plan.layers_of_stage(stage):
-        if plan.recompute[layer] is Recompute.LAYER:
-            found += work.num_input_rows(layer) * model.width * _size(plan)
-        else:
-            found += _layer_bytes(plan, model, work, layer, plan.exchange[layer], kind)
-    if stage == 0:
-        found += work.num_rows * model.width * (model.dropout_ratio > 0)  # mask of the input's dropout
+def _ends_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec, work: RankWork, stage: int) -> int:
+    """Return what a stage's pass over a micro-batch keeps beside its layers."""
+    # The mask of the input's dropout.
+    found = work.num_rows * model.width * (model.dropout_ratio > 0) if stage == 0 else 0
     if stage == plan.num_stages - 1:
         return found + _head_bytes(plan, graph, model, work)
     return found + _output_bytes(plan, model, work, stage)
@@ -207,6 +215,87 @@ def _whole_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec) -> tuple[int, i
     most = max(sizes.values())
     kept = sum(sizes.values()) if plan.shard_parameters is ParameterSharding.ZERO2 else 2 * most
     return rest + kept, rest + 2 * most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LayerMemory:
+    """What one layer takes on its device.
+
+    Attributes:
+        resident: kept from its forward to its backward pass.
+        away: kept on the host meanwhile; on the device while the layer runs, and the ones beside it.
+        late: of both, what the backward pass has freed when it reaches attention.
+        ahead: beside what is kept, while the part behind attention runs backward: what is computed again, gradients.
+        around: the same while attention runs backward, with the messages of its exchange.
+    """
+
+    resident: int
+    away: int
+    late: int
+    ahead: int
+    around: int
+
+    @classmethod
+    def of(cls, plan: Plan, model: ModelSpec, work: RankWork, layer: int, kind: DeviceKind) -> "_LayerMemory":
+        """Return what a layer takes in a training step."""
+        saved = saved_tensors(plan, model, work, layer, plan.exchange[layer], kind)
+        kept = kept_tensors(plan, model, work, layer, kind)
+        away = offloaded_bytes(plan, model, work, layer, kind)
+        again = [each for each in saved if each not in kept]
+        rows, size = work.num_target_rows(layer), _size(plan)
+        hidden = model.feed_forward_width // plan.tensor_parallel_degree
+        drops, is_whole = model.dropout_ratio > 0, plan.recompute[layer] is Recompute.LAYER
+        # Random bits and what they are mixed from are int32: three of them at a time, beside what dropout returns; and
+        # what the layer will not keep is still there: the activation, or when all of it runs again a gradient.
+        beside = 0 if not again else model.width if is_whole else hidden
+        dropout = drops * rows * (model.width * (3 * 4 + size) + beside * size)
+        # Of the layer's output, through dropout, and of the activation.
+        gradients = rows * ((1 + drops) * model.width + hidden) * size
+        late = _made_together(plan, layer, [each for each in again if each.is_late], "feed_forward_up")
+        early = _made_together(plan, layer, [each for each in again if not each.is_late], "query", "query_key_value")
+        messages = _message_bytes(plan, model, work, plan.exchange[layer])
+        return cls(
+            resident=sum(each.num_bytes for each in kept) - away,
+            away=away,
+            late=sum(each.num_bytes for each in kept if each.is_late),
+            ahead=max(late + is_whole * early + gradients, is_whole * (late + early) + dropout),
+            around=early + rows * model.width * size + _workspace_bytes(plan, model, work, layer) + messages,
+        )
+
+
+def _made_together(plan: Plan, layer: int, again: Sequence[SavedTensor], *products: str) -> int:
+    """Return the bytes of tensors that are computed again and there at a time.
+
+    Where products are among them, or the whole layer, each is made from another, so all are; else what follows from
+    what is kept comes and goes one by one.
+    """
+    sizes = [each.num_bytes for each in again]
+    if plan.recompute[layer] is Recompute.LAYER or any(each.operation in products for each in again):
+        return sum(sizes)
+    return max(sizes, default=0)
+
+
+def _backward_peak(layers: Sequence[_LayerMemory]) -> int:
+    """Return the most that layers take while they run backward, the last one first."""
+    peak = before = 0
+    for index, layer in enumerate(layers):
+        # What the layer before keeps on the host is on its way back.
+        coming = layers[index - 1].away if index > 0 else 0
+        here = before + coming + layer.resident + layer.away
+        peak = max(peak, here + layer.ahead, here - layer.late + layer.around)
+        before += layer.resident
+    return peak
+
+
+def _evaluation_bytes(plan: Plan, model: ModelSpec, whole: RankWork, exchange: Exchange, kind: DeviceKind) -> int:
+    """Return what a layer of an evaluation of the whole graph takes: as much as it would keep to train."""
+    return sum(each.num_bytes for each in saved_tensors(plan, model, whole, 0, exchange, kind))
+
+
+def _host_bytes(plan: Plan, parameters: int, layers: Sequence[_LayerMemory]) -> int:
+    """Return what copies on the host take, where that is the memory of the device too."""
+    # Parameters, gradients and two moments.
+    return sum(layer.away for layer in layers) + 4 * parameters * plan.offload_optimizer
 
 
 def _compression_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec, rank: int, *, other_bytes: int) -> int:
@@ -295,58 +384,19 @@ def _input_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec, work: RankWork,
     return dense + sparse + edges + 4 * work.num_rows * INDEX_BYTES
 
 
-def _layer_bytes(plan: Plan, model: ModelSpec, work: RankWork, layer: int, exchange: Exchange, kind: DeviceKind) -> int:
-    """Return what autograd saves of one layer.
+def _workspace_bytes(plan: Plan, model: ModelSpec, work: RankWork, layer: int) -> int:
+    """Return what the backward pass of a layer's attention makes.
 
-    Of rows times width: two layer inputs, two norm outputs, and two dropout masks of a byte. Of rows times the columns
-    of own heads, the attention's output; times own feed-forward columns, the activation's input and output. Attention
-    keeps queries, keys and values of rows and a number of each row and head; of an output of 16 bits, on GPUs also what
-    rounding took from it, and on CPUs, where it overlaps with an exchange, the unrounded output. Where batches are
-    sampled, all rows that the layer gets have the first input, norm and queries, and its targets the rest.
+    Gradients of its output, of queries, keys and values of rows, two numbers of each row and head, and the gradients
+    of edge biases.
     """
-    rows, input_rows = work.num_target_rows(layer), work.num_input_rows(layer)
-    width, size = model.width, _size(plan)
-    masks = 2 * rows * width * (model.dropout_ratio > 0)
-    own_columns, wide_columns = rank_columns(plan, model), model.feed_forward_width // plan.tensor_parallel_degree
-    dense = (2 * input_rows * width + rows * (2 * width + own_columns + 2 * wide_columns)) * size + masks
-    targets, sources, heads = _attended(plan, model, work, layer, exchange)
+    exchange = plan.exchange[layer]
+    targets, sources, heads = attended(plan, model, work, layer, exchange)
+    group = work.group_of(layer)
+    edges = group.group_edges if exchange is Exchange.HEAD_ALL_TO_ALL else group.edges
+    biases = edges.num_edges * heads * SCORE_BYTES * (model.edge_bias is not EdgeBias.NONE)
     columns = heads * model.head_size
-    rest = 0
-    if size < SCORE_BYTES and kind is DeviceKind.CUDA:
-        rest = targets * columns  # a byte a number
-    elif size < SCORE_BYTES and plan.overlap_exchange and exchange in ROW_EXCHANGES:
-        rest = targets * columns * SCORE_BYTES
-    queries = targets - rows + input_rows  # where batches are sampled, those of rows that are no targets are kept too
-    found = dense + (queries + 2 * sources) * columns * size + targets * heads * SCORE_BYTES + rest
-    if exchange is Exchange.HEAD_ALL_TO_ALL:
-        found += targets * columns * size  # outputs of the own heads, beside those of the own rows
-    if plan.exchange_payload is ExchangePayload.ROWS and exchange in ROW_EXCHANGES:
-        # What the keys and values were computed from; where a halo overlaps, own rows stay where the norm wrote them.
-        own_rows = rows if plan.overlap_exchange and exchange in HALO_EXCHANGES else 0
-        found += (sources - own_rows) * width * size
-    elif exchange in ROW_EXCHANGES and not plan.overlap_exchange:
-        found += 2 * rows * own_columns * size  # own keys and values once more: in memory that queries keep
-    return found
-
-
-def _attended(plan: Plan, model: ModelSpec, work: RankWork, layer: int, exchange: Exchange) -> tuple[int, int, int]:
-    """Return targets, sources and heads of a layer's attention."""
-    group = work.group
-    if exchange is Exchange.HEAD_ALL_TO_ALL:
-        heads = head_counts(rank_heads(plan, model), len(group.rows_by_rank))[group.graph_rank]
-        return group.num_group_rows, group.num_group_rows, heads
-    if work.sampled:
-        return work.num_target_rows(layer), work.num_input_rows(layer), rank_heads(plan, model)
-    return work.num_rows, work.num_source_rows(exchange), rank_heads(plan, model)
-
-
-def _workspace_bytes(plan: Plan, model: ModelSpec, work: RankWork, layer: int, exchange: Exchange) -> int:
-    """Return what the largest task holds beside what is saved: the backward pass of attention.
-
-    Gradients of queries, keys and values of rows, and two numbers of each row and head.
-    """
-    targets, sources, heads = _attended(plan, model, work, layer, exchange)
-    return (targets + 2 * sources) * heads * model.head_size * _size(plan) + 2 * targets * heads * SCORE_BYTES
+    return (2 * targets + 2 * sources) * columns * _size(plan) + 2 * targets * heads * SCORE_BYTES + biases
 
 
 def _message_bytes(plan: Plan, model: ModelSpec, work: RankWork, exchange: Exchange) -> int:

@@ -20,7 +20,7 @@ from simulator.errors import CalibrationError, PlanError
 from simulator.folding import FoldedProgram, fold
 from simulator.memory import allocated_bytes, peak_memory, total_bytes
 from simulator.specs.calibration import Calibration
-from simulator.specs.cluster import ClusterSpec, DeviceKind
+from simulator.specs.cluster import ClusterSpec, DeviceKind, host_bytes_per_second
 from simulator.specs.cost import CollectiveCost, TaskCost
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import ModelSpec
@@ -55,7 +55,11 @@ class Pricing:
     def of(self, busy_devices: int) -> ComputeCosts:
         """Return compute costs while so many devices of a host are busy."""
         if busy_devices not in self.computes:
-            self.computes[busy_devices] = ComputeCosts(self.calibration, busy_devices=busy_devices)
+            self.computes[busy_devices] = ComputeCosts(
+                self.calibration,
+                busy_devices=busy_devices,
+                host_bytes_per_second=host_bytes_per_second(self.cluster),
+            )
         return self.computes[busy_devices]
 
 

@@ -13,6 +13,8 @@ from simulator.exchanges import rank_columns
 from simulator.gradients import LOSS_TASK, PARAMETER_BYTES, ReductionSchedule, ReductionTask, reduction_schedule
 from simulator.likeness import replicas_that_stand_for_others
 from simulator.pipeline import LOSS_SUM, Action, output_name, rank_actions
+from simulator.recompute import WHOLE_ATTENTION, made_again
+from simulator.saved import offloaded_bytes
 from simulator.sharding import REST, Shapes, share_elements, stage_shapes, tensor_shapes, units_of
 from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.graph import GraphSpec
@@ -470,6 +472,19 @@ def batch_task_shape(
     return first, work.num_rows, num_edges, num_features
 
 
+# The host reads what was copied to it, and computes; on GPUs it launches all else ahead.
+_HOST_WAITS_FOR = frozenset({TaskKind.COPY_TO_HOST, TaskKind.HOST_OPTIMIZER})
+
+
+def _whole_attention(operations: Sequence[Operation], name: str) -> Operation | None:
+    """Return attention over all edges of an overlapped layer, as it runs again; None where that is not asked for."""
+    passes = [operation for operation in operations if operation.backward_kind is TaskKind.ATTENTION_SOURCES]
+    if name != "attention" or not passes:
+        return None
+    layer = passes[0].name.removesuffix(".attention_sources")
+    return same(f"{layer}.{WHOLE_ATTENTION}", TaskKind.ATTENTION, passes[0].backward_shape)
+
+
 @dataclass(slots=True, kw_only=True)
 class _RankLowering:
     """Collects the tasks of one rank in program order."""
@@ -489,9 +504,10 @@ class _RankLowering:
     _reductions: ReductionSchedule = field(init=False)
     _previous: int | None = None  # the latest task that is no reduction beside the others
     _beside: dict[str, int] = field(default_factory=dict)  # those reductions, by name
+    _awaited: set[int] = field(default_factory=set)  # copies and messages that the next task waits for
+    _arrivals: dict[int, list[int]] = field(default_factory=dict)  # copies back, by layer
     _in_flight: list[int] = field(default_factory=list)  # collectives that no later task has waited for yet
-    _arrivals: dict[Action, tuple[int, ...]] = field(default_factory=dict)  # messages with which passes begin
-    _awaited: set[int] = field(default_factory=set)  # what the next task waits for
+    _messages: dict[Action, tuple[int, ...]] = field(default_factory=dict)  # with which passes begin
     _sent: dict[Stream, int] = field(default_factory=dict)  # the latest message to another stage on each stream
     _graph_group: tuple[int, ...] = field(init=False)
     _tensor_group: tuple[int, ...] = field(init=False)
@@ -523,7 +539,7 @@ class _RankLowering:
             if following is not None:
                 self._add_arrival(following)  # its message is on its way while this pass runs
             self._begin(action)
-            self._awaited.update(self._arrivals.pop(action, ()))
+            self._awaited.update(self._messages.pop(action, ()))
             if action.phase is Phase.FORWARD:
                 self._add_forward_pass(action.stage)
             else:
@@ -548,13 +564,18 @@ class _RankLowering:
         layers = self.plan.layers_of_stage(stage)
         for operation in self._input() if stage == 0 else ():
             self._add_forward(operation, Phase.FORWARD)
+        copied: list[int] = []  # of the layer before, whose memory is free once the next one has run
         for index in layers:
             self._add_gather(f"layer{index}", Phase.FORWARD, behind=f"unpack{index - 2}")
             self._add_unpacking(f"layer{index}", Phase.FORWARD)
             for operation in self._layer(index):
                 self._add_forward(operation, Phase.FORWARD)
+            self._awaited.update(copied)
+            copied = self._add_copy(f"layer{index}.copy_out", TaskKind.COPY_TO_HOST, Phase.FORWARD, self._away(index))
         if stage == self.plan.num_stages - 1:
             for operation in self._head():
+                if operation.name == "loss":
+                    self._awaited.update(copied)
                 self._add_forward(operation, Phase.FORWARD)
         else:
             self._add_sending(stage, stage + 1, Phase.FORWARD)
@@ -565,11 +586,14 @@ class _RankLowering:
             for operation in reversed(self._head()):
                 self._add_backward(operation)
                 if operation.kind is TaskKind.LOSS:
+                    self._add_copy_in(self.model.num_layers - 1)
                     self._add_gather_ahead(self.model.num_layers - 1)
         for index in reversed(self.plan.layers_of_stage(stage)):
             if self.plan.shard_parameters is ParameterSharding.ZERO3:
                 self._add_unpacking(f"layer{index}", Phase.BACKWARD)
                 self._add_gather_ahead(index - 1)
+            if index > 0:
+                self._add_copy_in(index - 1)
             self._add_backward_of_layer(index, self._layer(index))
             self._add_scatter(f"layer{index}")
         if stage > 0:
@@ -578,17 +602,52 @@ class _RankLowering:
         for operation in reversed(self._input()):
             self._add_backward(operation)
 
+    def _away(self, layer: int) -> int:
+        return offloaded_bytes(self.plan, self.model, self.work, layer, self.cluster.device.kind)
+
+    def _add_copy_in(self, layer: int) -> None:
+        """Add the copies back of what a layer keeps on the host, while the one behind it runs backward."""
+        name = f"layer{layer}.copy_in"
+        self._arrivals[layer] = self._add_copy(name, TaskKind.COPY_FROM_HOST, Phase.BACKWARD, self._away(layer))
+
+    def _add_copy(self, base: str, kind: TaskKind, phase: Phase, num_bytes: int) -> list[int]:
+        """Add copies that go on beside later tasks, if there is anything to copy; return where they are."""
+        if num_bytes == 0:
+            return []
+        previous = () if self._previous is None else (self._previous,)
+        task = Task(
+            name=task_name(base, phase),
+            kind=kind,
+            phase=phase,
+            shape=(num_bytes,),
+            dtype=Dtype.FLOAT32,
+            stream=stream_of(kind),
+            waits_for=tuple(index for index in previous if self.tasks[index].stream is not stream_of(kind)),
+            blocks_host=self.blocks_host,
+        )
+        self.tasks.append(task)
+        return [len(self.tasks) - 1]
+
     def _add_backward_of_layer(self, index: int, operations: list[Operation]) -> None:
         """Add a layer's backward pass with what is computed again in it, where it is first needed."""
-        backward = list(reversed(operations))
-        if self.plan.recompute[index] is Recompute.LAYER:
-            # The last task, a sum, saved nothing; the one before it asks for what it saved.
+        backward, done = list(reversed(operations)), set[str]()
+        # The last task, a sum, saved nothing; the one before it asks for what it saved.
+        self._add_backward(backward.pop(0))
+        while backward[0].kind in (TaskKind.BIAS, TaskKind.ALL_REDUCE):  # nor did these
             self._add_backward(backward.pop(0))
-            while backward[0].kind in (TaskKind.BIAS, TaskKind.ALL_REDUCE):  # nor did these
-                self._add_backward(backward.pop(0))
+        self._awaited.update(self._arrivals.get(index, ()))
+        if self.plan.recompute[index] is Recompute.LAYER:
             for operation in operations:
                 self._add_forward(operation, Phase.RECOMPUTE)
+        forward = {operation.name: operation for operation in operations if operation.kind is not None}
         for operation in backward:
+            if operation.backward_kind is None:
+                continue
+            for name in made_again(self.plan, index, operation.name.removeprefix(f"layer{index}."), done):
+                done.add(name)
+                again = forward.get(f"layer{index}.{name}") or _whole_attention(operations, name)
+                if again is not None:  # a rank may have no heads, and a model no biases
+                    self._add_forward(again, Phase.RECOMPUTE)
             self._add_backward(operation)
 
     def _add_arrival(self, action: Action) -> None:
@@ -597,7 +656,7 @@ class _RankLowering:
         if source is not None:
             self._begin(action)
             waits_for = () if self._previous is None else (self._previous,)
-            self._arrivals[action] = (len(self.tasks),)
+            self._messages[action] = (len(self.tasks),)
             self._add_message(TaskKind.RECEIVE, (source, action.stage), action.phase, Stream.RECEIVED, waits_for)
 
     def _add_sending(self, source: int, target: int, phase: Phase) -> None:
@@ -742,7 +801,13 @@ class _RankLowering:
         # What goes on beside the others ends in order, so its last task stands for all.
         last = next(reversed(self._beside), "")
         self._add_clip(update_shape, last)
-        self._add("optimizer", TaskKind.OPTIMIZER, Phase.UPDATE, update_shape, Dtype.FLOAT32)
+        if not self.plan.offload_optimizer:
+            self._add("optimizer", TaskKind.OPTIMIZER, Phase.UPDATE, update_shape, Dtype.FLOAT32)
+            return
+        copied = (update_shape[0] * PARAMETER_BYTES,)
+        self._add("optimizer.copy_out", TaskKind.COPY_TO_HOST, Phase.UPDATE, copied, Dtype.FLOAT32)
+        self._add("optimizer", TaskKind.HOST_OPTIMIZER, Phase.UPDATE, update_shape, Dtype.FLOAT32)
+        self._add("optimizer.copy_in", TaskKind.COPY_FROM_HOST, Phase.UPDATE, copied, Dtype.FLOAT32)
 
     def _add_clip(self, shape: tuple[int, ...], last: str) -> None:
         """Add the clipping of gradients; where ranks hold other numbers of them, they sum the squares of the norm.
@@ -890,13 +955,14 @@ class _RankLowering:
         is_of_gradients = kind.is_collective and phase is Phase.UPDATE and not ranks
         is_beside = is_of_gradients and self.plan.overlap_gradients
         stream = Stream.GRADIENTS if is_beside else stream
-        waits_for = {index for index in (*behind, *self._awaited) if self.tasks[index].stream is not stream}
-        self._awaited.clear()
+        waits_for = {index for index in behind if self.tasks[index].stream is not stream}
         if result_of in self._beside:
             waits_for.add(self._beside[result_of])
         previous = self._previous
         if previous is not None and self.tasks[previous].stream is not stream and previous not in self._in_flight:
             waits_for.add(previous)
+        waits_for.update(self._awaited)
+        self._awaited.clear()
         if joins:
             waits_for.update(self._in_flight)
             self._in_flight.clear()
@@ -923,7 +989,7 @@ class _RankLowering:
                 waits_for=tuple(sorted(waits_for)),
                 group=group,
                 receives=receives,
-                blocks_host=self.blocks_host and not is_beside and not is_in_flight,
+                blocks_host=(self.blocks_host and not is_beside and not is_in_flight) or kind in _HOST_WAITS_FOR,
                 beyond_cache_ratio=beyond_cache_ratio,
             )
         )

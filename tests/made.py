@@ -19,7 +19,16 @@ from simulator.specs.plan import (
     SampledBatches,
     SampledLayer,
 )
-from simulator.specs.program import BATCH_KINDS, GROUP_COLLECTIVES, UPDATES, Phase, Task, TaskKind, stream_of
+from simulator.specs.program import (
+    BATCH_KINDS,
+    GROUP_COLLECTIVES,
+    HOST_COPIES,
+    UPDATES,
+    Phase,
+    Task,
+    TaskKind,
+    stream_of,
+)
 from simulator.specs.units import GB, GIB, TERA, Dtype
 
 DEVICE_NAME = "made device"
@@ -58,6 +67,9 @@ _SHAPES: dict[TaskKind, tuple[tuple[int, ...], ...]] = {
     TaskKind.GRADIENT_NORM: ((10_000, 20), (1_000_000, 20)),
     TaskKind.GRADIENT_SCALE: ((10_000, 20), (1_000_000, 20)),
     TaskKind.OPTIMIZER: ((10_000, 20), (1_000_000, 20)),
+    TaskKind.HOST_OPTIMIZER: ((10_000, 20), (1_000_000, 20)),
+    TaskKind.COPY_TO_HOST: ((10_000,), (10_000_000,)),
+    TaskKind.COPY_FROM_HOST: ((10_000,), (10_000_000,)),
     TaskKind.GRADIENT_CAST: ((10_000,), (1_000_000,)),
     TaskKind.TOP_K_SELECT: ((10_000, 100), (1_000_000, 10_000)),
     TaskKind.TOP_K_SUM: ((10_000, 100, 2), (1_000_000, 10_000, 2)),
@@ -109,7 +121,7 @@ def made_collective_seconds(kind: TaskKind, num_ranks: int, num_bytes: int) -> f
 
 def phases_of(kind: TaskKind) -> tuple[Phase, ...]:
     """Return the phases in which a kind of compute task is measured."""
-    if kind in BATCH_KINDS or kind is TaskKind.MERGE:
+    if kind in BATCH_KINDS | HOST_COPIES or kind is TaskKind.MERGE:
         return (Phase.FORWARD,)
     return (Phase.UPDATE,) if kind in UPDATES else (Phase.FORWARD, Phase.BACKWARD)
 

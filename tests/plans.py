@@ -16,6 +16,7 @@ from simulator.specs.model import ModelSpec
 from simulator.specs.plan import (
     Exchange,
     ExchangePayload,
+    Offload,
     ParameterSharding,
     PartitionSpec,
     PipelineSchedule,
@@ -65,6 +66,9 @@ class Choices:
     exchange_payload: ExchangePayload = ExchangePayload.KEYS_AND_VALUES
     exchange_precision: Dtype | None = None
     exchange_chunk_bytes: int | None = None
+    offload: Offload | tuple[Offload, ...] = ()
+    offload_min_bytes: int = 1 * MIB
+    offload_optimizer: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -120,6 +124,9 @@ def plan_of(
         exchange_payload=choices.exchange_payload,
         exchange_precision=choices.exchange_precision,
         exchange_chunk_bytes=choices.exchange_chunk_bytes,
+        offload=(choices.offload,) * model.num_layers if isinstance(choices.offload, Offload) else choices.offload,
+        offload_min_bytes=choices.offload_min_bytes,
+        offload_optimizer=choices.offload_optimizer,
     )
 
 

@@ -28,7 +28,7 @@ from simulator.specs.files import read_trace
 from simulator.specs.gradients import CompressionKind, GradientCompression
 from simulator.specs.graph import CommunityGraph
 from simulator.specs.model import EdgeBias, ModelSpec
-from simulator.specs.plan import Exchange, ExchangePayload, ParameterSharding, Recompute, StepMode
+from simulator.specs.plan import Exchange, ExchangePayload, Offload, ParameterSharding, Recompute, StepMode
 from simulator.specs.train import TrainSpec
 from simulator.specs.units import KIB, Dtype
 from tests.plans import Choices, plan_file_of, plan_of
@@ -48,6 +48,20 @@ GRAPH = CommunityGraph(num_nodes=6001, num_edges=40_000, num_classes=8)
 FULL_GRAPH = {
     "full graph": Choices(),
     "full graph, layers recomputed": Choices(recompute=Recompute.LAYER),
+    "full graph, recomputed and on the host": Choices(
+        recompute=(Recompute.SELECTIVE, Recompute.ATTENTION),
+        offload=Offload.ACTIVATIONS,
+        offload_min_bytes=1,
+        offload_optimizer=True,
+    ),
+    "replayed, dense recomputed": Choices(step_mode=StepMode.CUDA_GRAPH, recompute=Recompute.DENSE),
+    "overlapped halo, recomputed and on the host": Choices(
+        graph_parallel_degree=2,
+        recompute=(Recompute.DENSE, Recompute.ATTENTION),
+        overlap_exchange=True,
+        offload=Offload.ACTIVATIONS,
+        offload_min_bytes=1,
+    ),
     "replayed": Choices(step_mode=StepMode.CUDA_GRAPH),
     "replayed, layers recomputed": Choices(step_mode=StepMode.CUDA_GRAPH, recompute=Recompute.LAYER),
     "replayed, dense parts compiled": Choices(step_mode=StepMode.CUDA_GRAPH),
@@ -106,6 +120,13 @@ FULL_GRAPH = {
     ),
 }
 OTHERS = {
+    "full graph, bf16, recomputed and on the host": Choices(
+        precision=Dtype.BFLOAT16,
+        recompute=(Recompute.ATTENTION, Recompute.SELECTIVE),
+        offload=Offload.ACTIVATIONS,
+        offload_min_bytes=1,
+        offload_optimizer=True,
+    ),
     "full graph, bf16": Choices(precision=Dtype.BFLOAT16),
     "replayed, bf16": Choices(step_mode=StepMode.CUDA_GRAPH, precision=Dtype.BFLOAT16),
     "overlapped halo in bf16, chunks": Choices(

@@ -18,6 +18,7 @@ from executor.exchange import ExchangeLayout, RowExchange, exchange_rows
 from executor.measure.batches import build_batch_case
 from executor.measure.case import TASK_NAME, Case
 from executor.measure.graphs import beyond_cache_ratio_of_edges
+from executor.offload import HostMemory
 from executor.operations import Operation, SparseFeatures
 from executor.record import Recorder
 from executor.train import TORCH_DTYPES
@@ -100,6 +101,10 @@ def build_case(
             run = _shard_copy_runner(shape, make)
         case TaskKind.CLIP | TaskKind.GRADIENT_NORM | TaskKind.GRADIENT_SCALE | TaskKind.OPTIMIZER:
             run = _update_runner(kind, shape, make)
+        case TaskKind.HOST_OPTIMIZER:
+            run = _update_runner(kind, shape, _Inputs(torch.float32, torch.device("cpu"), 4 * shape[0]))
+        case TaskKind.COPY_TO_HOST | TaskKind.COPY_FROM_HOST:
+            run = _copy_runner(kind, shape, make)
         case _ if kind in COMPRESSIONS:
             run = _compression_runner(kind, shape, make)
         case _:
@@ -274,6 +279,21 @@ def _update_runner(kind: TaskKind, shape: tuple[int, ...], make: _Inputs) -> Cal
                 optimizer.step()
                 schedule.step()
                 flat.zero_()
+
+    return run
+
+
+def _copy_runner(kind: TaskKind, shape: tuple[int, ...], make: _Inputs) -> Callable[[Recorder], None]:
+    """Return a run of a copy between the device and the host's memory, pinned on GPUs, on a stream of its own."""
+    memory = HostMemory(make.device)
+    on_host, on_device = memory.buffer("measured", shape[0]), memory.room(shape[0])
+    target, source = (on_host, on_device) if kind is TaskKind.COPY_TO_HOST else (on_device, on_host)
+
+    def run(recorder: Recorder) -> None:
+        make.evict()
+        with recorder.task(TASK_NAME, kind, Phase.FORWARD, shape), memory.copying(kind):
+            target.copy_(source, non_blocking=True)
+        memory.wait(memory.event(kind))
 
     return run
 

@@ -21,6 +21,8 @@ from simulator.specs.calibration import ComputeSample
 from simulator.specs.program import BATCH_KINDS, Phase, TaskKind
 
 ORIGIN = "microbenchmark"
+# The host does them, and waits for the device.
+_OF_HOST = BATCH_KINDS | {TaskKind.HOST_OPTIMIZER}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +37,7 @@ class Timing:
 def measure_case(case: Case, effort: Effort, device: torch.device, world: dist.ProcessGroup | None) -> list[Timing]:
     """Return timings of every repetition; ranks of `world` start each repetition together."""
     repetitions = _repetitions(case, effort, device, world)
-    if device.type == "cuda" and case.kind not in BATCH_KINDS:  # the host makes those, and waits for the device
+    if device.type == "cuda" and case.kind not in _OF_HOST:
         return _measure_on_gpu(case, repetitions)
     recorder = Recorder()
     timings: list[Timing] = []

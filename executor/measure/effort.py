@@ -103,7 +103,7 @@ QUICK_CPU = Effort(
     edges=(8192, 65536, 196608),
     attention=attention_cases((8192, 65536, 262_144), _QUICK_GRAPHS, _CPU_HEADS),
     collective_bytes=(4 * KIB, 64 * KIB, 512 * KIB, 2 * MIB, 8 * MIB),
-    case_seconds=0.055,
+    case_seconds=0.05,
     repetitions=5,
 )
 FULL_CPU = Effort(
@@ -161,7 +161,6 @@ def case_shapes(effort: Effort) -> Iterator[tuple[TaskKind, tuple[int, ...]]]:
     for rows in effort.rows[::2]:
         yield TaskKind.TARGET_ROWS, (rows, rows // 4, effort.widths[-1])
         yield TaskKind.COPY_ROWS, (rows, effort.widths[-1])
-        yield TaskKind.BIAS, (rows, effort.widths[-1])
         yield TaskKind.MERGE, (rows, rows // 2, 8, effort.widths[-1] // 8)
     for index, rows in enumerate(effort.rows[:MAX_BATCH_SIZES]):
         if index % 2 == 0:
@@ -173,14 +172,22 @@ def case_shapes(effort: Effort) -> Iterator[tuple[TaskKind, tuple[int, ...]]]:
         yield TaskKind.LINEAR, (rows, effort.widths[-1], 10)
         if index % 2 == 0:
             yield TaskKind.LOSS, (rows, rows // 2, 10)
+    for rows in (effort.rows[0], effort.rows[-1]):
+        yield TaskKind.BIAS, (rows, effort.widths[-1])
     for edges in effort.edges[::2]:
         yield TaskKind.EDGE_BIAS, (edges, 8)
     for elements in (20_000, 200_000, 2_000_000):
-        for kind in (TaskKind.CLIP, TaskKind.GRADIENT_NORM, TaskKind.GRADIENT_SCALE):
-            yield kind, (elements, 40)
+        yield TaskKind.CLIP, (elements, 40)
         yield TaskKind.OPTIMIZER, (elements, 40)
-        yield TaskKind.SHARD_COPY, (2, elements // 2)
     for elements in (20_000, 2_000_000):
+        yield TaskKind.HOST_OPTIMIZER, (elements, 40)
+    for num_bytes in (64 * KIB, 32 * MIB):
+        yield TaskKind.COPY_TO_HOST, (num_bytes,)
+        yield TaskKind.COPY_FROM_HOST, (num_bytes,)
+    for elements in (20_000, 2_000_000):
+        yield TaskKind.GRADIENT_NORM, (elements, 40)
+        yield TaskKind.GRADIENT_SCALE, (elements, 40)
+        yield TaskKind.SHARD_COPY, (2, elements // 2)
         yield TaskKind.GRADIENT_CAST, (elements,)
         yield TaskKind.TOP_K_SELECT, (elements, elements // 100)
         yield TaskKind.TOP_K_SUM, (elements, elements // 100, 2)

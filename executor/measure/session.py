@@ -24,7 +24,7 @@ from executor.progress import CountProgress
 from simulator.specs.calibration import Calibration, CollectiveSample, ComputeSample
 from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.files import read_calibration, write_calibration
-from simulator.specs.program import BATCH_KINDS, GROUP_COLLECTIVES, UPDATES, TaskKind
+from simulator.specs.program import BATCH_KINDS, GROUP_COLLECTIVES, HOST_COPIES, UPDATES, TaskKind
 from simulator.specs.units import Dtype
 
 logger = logging.getLogger(__name__)
@@ -143,8 +143,8 @@ def _compute_samples(
             is_packing = kind in _PACKING
             if (on_gpu and busy_devices > 1 and not is_packing) or (is_packing and place.world is None):
                 continue
-            if kind in UPDATES and precision is not Dtype.FLOAT32:
-                continue  # parameters are fp32 whatever the activations are
+            if kind in UPDATES | HOST_COPIES and precision is not Dtype.FLOAT32:
+                continue  # parameters are fp32 whatever the activations are, and bytes are bytes
             measure(build_case(kind, shape, precision, place.device, place.world))
         if not (on_gpu and busy_devices > 1):
             cache_bytes = session.cluster.device.cache_bytes

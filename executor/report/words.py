@@ -10,7 +10,7 @@ from simulator.specs.gradients import CompressionKind
 from simulator.specs.graph import DEGREE_QUANTILES, GraphSpec
 from simulator.specs.model import EdgeBias, ModelSpec
 from simulator.specs.order import NodeOrder
-from simulator.specs.plan import ExchangePayload, Plan
+from simulator.specs.plan import ExchangePayload, Offload, Plan
 from simulator.specs.train import TrainSpec
 from simulator.specs.units import Dimension, format_quantity
 
@@ -155,6 +155,10 @@ def plan_words(plan: Plan) -> str:
         words.append(f"node order {plan.order.kind.replace('_', '-')}")
     words.append(f"exchange {_by_layer(plan.exchange)}{_exchange_choices(plan)}")
     words.append(f"recompute {_by_layer(plan.recompute)}")
+    if Offload.ACTIVATIONS in plan.offload:
+        words.append(f"activations on the host {_by_layer(plan.offload)}")
+    if plan.offload_optimizer:
+        words.append("optimizer on the host")
     words.append(f"{plan.precision}")
     beside = ", reduced beside the backward pass" if plan.overlap_gradients else ""
     compression = plan.gradient_compression

@@ -1,23 +1,26 @@
 """apply_change(): a run as it would be with something changed."""
 
-import bisect
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from simulator.errors import SpecError
+from simulator.replay.all_reduces import with_all_reduces
+from simulator.replay.attained import MeasuredShapes, attained_memory_ratio
+from simulator.replay.casts import gradients, with_precision
 from simulator.replay.changes import Change, Overlap
 from simulator.replay.devices import cluster_of, device_called
 from simulator.replay.links import RankPieces
 from simulator.replay.messages import message_seconds, rescaled_seconds
 from simulator.replay.nodes import Piece, PieceKind
-from simulator.replay.order import inserted, reordered
+from simulator.replay.order import reordered
 from simulator.replay.ranks import Meeting
 from simulator.replay.run import Run
 from simulator.replay.scaling import Setting, scaled_seconds
 from simulator.specs.cluster import BUILT_IN_CLUSTERS, ClusterSpec
 from simulator.specs.recording import DeviceOperation, KernelKind, Message
+from simulator.specs.units import Dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +45,10 @@ def apply_change(run: Run, change: Change, recorded_on: ClusterSpec | None = Non
     if change.without_straggler:
         ranks = _without_straggler(ranks, meetings)
     ranks = [applying.rank(rank) for rank in ranks]
+    ranks, meetings = applying.in_precision(ranks, meetings)
     meetings = [replace(one, cost_seconds=applying.message(one.message, one.cost_seconds)) for one in meetings]
     if change.all_reduce_bytes:
-        ranks, meetings = _with_all_reduces(ranks, meetings, applying.all_reduce())
+        ranks, meetings = with_all_reduces(ranks, meetings, applying.all_reduce())
     if change.overlap is not None:
         ranks, meetings = _overlapped(ranks, meetings, change.overlap)
     return Changed(run=replace(run, ranks=tuple(ranks), meetings=tuple(meetings)), notes=tuple(applying.notes()))
@@ -70,14 +74,24 @@ class _Applying:
                 "not known: name its cluster with --cluster"
             )
         edges = change.edges or (None, None)
-        self.old = Setting(device=device, num_edges=edges[0])
-        self.new = Setting(device=change.device or device, sizes=change.sizes, num_edges=edges[1], dtype=change.dtype)
+        attained = attained_memory_ratio(self.run.ranks, device)
+        self.old = Setting(device=device, num_edges=edges[0], memory_ratio=attained)
+        self.new = replace(
+            self.old,
+            device=change.device or device,
+            sizes=change.sizes,
+            num_edges=edges[1],
+            dtype=change.dtype,
+        )
 
     def rank(self, rank: RankPieces) -> RankPieces:
         """Return a rank's pieces with their seconds after the change."""
-        return replace(rank, pieces=tuple(replace(p, duration_seconds=self._seconds(p, rank)) for p in rank.pieces))
+        measured = MeasuredShapes(rank) if self.new == replace(self.old, sizes=self.new.sizes) else None
+        return replace(
+            rank, pieces=tuple(replace(p, duration_seconds=self._seconds(p, rank, measured)) for p in rank.pieces)
+        )
 
-    def _seconds(self, piece: Piece, rank: RankPieces) -> float:
+    def _seconds(self, piece: Piece, rank: RankPieces, measured: MeasuredShapes | None) -> float:
         seconds, operation = piece.duration_seconds, piece.operation
         if piece.kind is PieceKind.HOST:
             return seconds / self.change.host_factor
@@ -91,10 +105,23 @@ class _Applying:
         if self.old != self.new and operation.kind is not KernelKind.COPY:
             self.num_kernels += 1
             operator = None if operation.operator is None else rank.operators[operation.operator]
+            ratio = None
+            if measured is not None and operator is not None:
+                ratio = measured.ratio(piece, operator.shapes, dict(self.new.sizes))
+            if ratio is not None:
+                return seconds * ratio / factor
             scaled = scaled_seconds(operation, operator, seconds, old=self.old, new=self.new)
             self.unscaled += scaled is None
             seconds = seconds if scaled is None else scaled
         return seconds / factor
+
+    def in_precision(
+        self, ranks: Sequence[RankPieces], meetings: Sequence[Meeting]
+    ) -> tuple[list[RankPieces], list[Meeting]]:
+        """Return ranks with the casts that come, or without the time of those that go, with another number format."""
+        found = [with_precision(rank, self.new) for rank in ranks]
+        new_index = [index for _, index in found]
+        return [rank for rank, _ in found], [_renumbered(meeting, new_index) for meeting in meetings]
 
     def message(self, message: Message, cost_seconds: float) -> float:
         """Return a collective's seconds after the change, without waiting."""
@@ -150,6 +177,8 @@ class _Applying:
                 f"{self.unscaled:,} of {self.num_kernels:,} kernels have no shapes and stay as they were; record with "
                 "record_shapes=True"
             )
+        if self.new.dtype not in (None, Dtype.FLOAT32) and not any(gradients(one.operators) for one in self.run.ranks):
+            found.append("no gradient that autograd accumulates is recorded: casts of parameters are left out")
         if self.unsized:
             found.append(f"{self.unsized:,} collectives have no sizes: they follow the rates of links alone")
         return found
@@ -205,57 +234,6 @@ def _stretches(rank: RankPieces) -> list[float]:
     return [*found, max(last - previous, 0.0)]
 
 
-def _with_all_reduces(
-    ranks: Sequence[RankPieces], meetings: Sequence[Meeting], operation: DeviceOperation
-) -> tuple[list[RankPieces], list[Meeting]]:
-    """Return ranks with one more all-reduce in each step, between the backward pass and the optimizer.
-
-    It waits for the work before the optimizer's first kernel of the step on its stream, and that kernel waits for it.
-    """
-    found, meetings = [], list(meetings)
-    for place, rank in enumerate(ranks):
-        firsts = _first_updates(rank)
-        if not firsts:
-            raise SpecError(
-                f"all_reduce needs kernels of an optimizer, and rank {rank.rank} has none: record whole steps"
-            )
-        pieces, boundaries = rank.pieces, list(rank.boundaries)
-        for at in reversed(firsts):
-            update = pieces[at]
-            before = [i for i in range(at) if pieces[i].stream == update.stream and pieces[i].operation is not None]
-            new = Piece(
-                name=operation.name,
-                kind=PieceKind.DEVICE,
-                stream=operation.stream,
-                duration_seconds=operation.duration_seconds,
-                recorded_start_seconds=update.recorded_start_seconds,
-                recorded_end_seconds=update.recorded_start_seconds,
-                waits_for=tuple(before[-1:]),
-                operation=operation,
-                order=update.order,
-            )
-            pieces = inserted(pieces, at, new)
-            boundaries = [index + (index >= at) for index in boundaries]
-            meetings = [_moved(meeting, place, at) for meeting in meetings]
-        found.append(replace(rank, pieces=pieces, boundaries=tuple(boundaries)))
-    return found, meetings
-
-
-def _first_updates(rank: RankPieces) -> list[int]:
-    """Return the first kernel of the optimizer of each step, by when it was launched."""
-    found: dict[int, int] = {}
-    inner = rank.recorded_boundaries[1:-1]
-    updates = [i for i, one in enumerate(rank.pieces) if one.operation and one.operation.kind is KernelKind.OPTIMIZER]
-    for index in updates:
-        found.setdefault(bisect.bisect_right(inner, rank.pieces[index].order), index)
-    return sorted(found.values())
-
-
-def _moved(meeting: Meeting, place: int, at: int) -> Meeting:
-    members = tuple((one, index + (one == place and index >= at)) for one, index in meeting.members)
-    return replace(meeting, members=members)
-
-
 def _overlapped(
     ranks: Sequence[RankPieces], meetings: Sequence[Meeting], overlap: Overlap
 ) -> tuple[list[RankPieces], list[Meeting]]:
@@ -272,11 +250,12 @@ def _overlapped(
         pieces, new_index = reordered(rank.pieces, needed, wished)
         index_of.append(new_index)
         found.append(replace(rank, pieces=pieces, boundaries=tuple(new_index[index] for index in rank.boundaries)))
-    moved = [
-        replace(meeting, members=tuple((place, index_of[place][index]) for place, index in meeting.members))
-        for meeting in meetings
-    ]
-    return found, moved
+    return found, [_renumbered(meeting, index_of) for meeting in meetings]
+
+
+def _renumbered(meeting: Meeting, new_index: Sequence[Sequence[int]]) -> Meeting:
+    """Return a meeting whose members have other indices, by rank."""
+    return replace(meeting, members=tuple((place, new_index[place][index]) for place, index in meeting.members))
 
 
 def _one_after_another(pieces: Sequence[Piece], messages: set[int]) -> dict[int, set[int]]:

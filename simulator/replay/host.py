@@ -73,7 +73,10 @@ def handovers(recording: Recording, begin: float, end: float) -> list[tuple[str,
 def _giver(
     instants: Mapping[str, Sequence[float]], thread: str, idle_from: float, goes_on: float
 ) -> tuple[str, float] | None:
-    """Return the thread that went idle last before another one goes on, and when; None if none did so then."""
+    """Return the thread that went idle last before another one goes on, and when; None if none did so then.
+
+    Right before, or longer before if it goes on itself right after the other one: it called that one and waited.
+    """
     best: tuple[str, float] | None = None
     for other, theirs in instants.items():
         place = bisect.bisect_right(theirs, goes_on) - 1
@@ -82,9 +85,19 @@ def _giver(
         stays_idle = place + 1 == len(theirs) or theirs[place + 1] - theirs[place] >= IDLE_SECONDS
         if stays_idle and (best is None or theirs[place] > best[1]):
             best = (other, theirs[place])
-    if best is None or goes_on - best[1] > max(HANDOVER_SECONDS, 0.1 * (goes_on - idle_from)):
+    if best is None or _is_soon(best[1], goes_on, since=idle_from):
+        return best
+    theirs, own = instants[best[0]], instants[thread]
+    place = bisect.bisect_right(theirs, best[1])
+    if place == len(theirs):
         return None
-    return best
+    ended = own[bisect.bisect_left(own, theirs[place]) - 1]
+    return best if goes_on < ended and _is_soon(ended, theirs[place], since=best[1]) else None
+
+
+def _is_soon(ended_seconds: float, goes_on_seconds: float, *, since: float) -> bool:
+    """Return whether a thread that was idle since an instant goes on soon after something ended."""
+    return goes_on_seconds - ended_seconds <= max(HANDOVER_SECONDS, 0.1 * (goes_on_seconds - since))
 
 
 def _instants(recording: Recording, begin: float, end: float) -> dict[str, list[float]]:

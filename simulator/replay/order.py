@@ -1,11 +1,46 @@
 """Pieces of a rank in another order, when what they wait for changes."""
 
+import bisect
 import heapq
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from simulator.replay.nodes import Piece
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Addition:
+    """A new piece right before an old one.
+
+    Attributes:
+        at: index of the old piece.
+        piece: what comes there; it waits for old pieces by their old indices.
+        after: numbers of other additions that it waits for too.
+    """
+
+    at: int
+    piece: Piece
+    after: tuple[int, ...] = ()
+
+
+def with_added(pieces: Sequence[Piece], additions: Sequence[Addition]) -> tuple[tuple[Piece, ...], list[int]]:
+    """Return pieces with new ones among them, and the new index of each old piece.
+
+    Those at one place keep their order.
+    """
+    in_order = sorted(range(len(additions)), key=lambda number: (additions[number].at, number))
+    starts = [additions[number].at for number in in_order]
+    index_of = {number: additions[number].at + rank for rank, number in enumerate(in_order)}
+    new_index = [index + bisect.bisect_right(starts, index) for index in range(len(pieces))]
+    found = [
+        (new_index[index], replace(piece, waits_for=tuple(new_index[one] for one in piece.waits_for)))
+        for index, piece in enumerate(pieces)
+    ]
+    for number, addition in enumerate(additions):
+        waits = [new_index[one] for one in addition.piece.waits_for] + [index_of[one] for one in addition.after]
+        found.append((index_of[number], replace(addition.piece, waits_for=tuple(sorted(waits)))))
+    return tuple(piece for _, piece in sorted(found, key=lambda item: item[0])), new_index
 
 
 def reordered(

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from simulator.specs.checks import require, require_at_least, require_positive
 from simulator.specs.communication import CHOOSABLE, Algorithm, Protocol
 from simulator.specs.device import DeviceKind, DeviceSpec, LinkSpec
-from simulator.specs.machines import FABRICS, H100, H200, HOSTS, NVLINK4
+from simulator.specs.machines import FABRICS, H100, H200, HOSTS, NVLINK4, PCIE_BYTES_PER_SECOND
 from simulator.specs.topology import (
     DEVICE,
     HOST,
@@ -15,13 +15,24 @@ from simulator.specs.topology import (
     SPINE,
     HostTopology,
     LinkFault,
+    LinkKind,
     NetworkSpec,
     Straggler,
     number_of,
     stem_of,
 )
 
-__all__ = ["BUILT_IN_CLUSTERS", "H100", "H200", "NVLINK4", "ClusterSpec", "DeviceKind", "DeviceSpec", "LinkSpec"]
+__all__ = [
+    "BUILT_IN_CLUSTERS",
+    "H100",
+    "H200",
+    "NVLINK4",
+    "ClusterSpec",
+    "DeviceKind",
+    "DeviceSpec",
+    "LinkSpec",
+    "host_bytes_per_second",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +142,23 @@ class ClusterSpec:
         require(is_implied or frozenset(fault.ends) in known, "link_faults.ends", rule, fault.ends)
         if fault.host is not None:
             require(fault.host < self.num_hosts, "link_faults.host", f"must be below {self.num_hosts=}", fault.host)
+
+
+def host_bytes_per_second(cluster: ClusterSpec) -> float:
+    """Return the rate of copies between a device and its host's memory, each way.
+
+    It is that of the device's narrowest link of PCIe where the topology is known, else of PCIe 4; a CPU's memory is its
+    host's. Devices that share a link to the processor are taken for alone.
+    """
+    if cluster.device.kind is DeviceKind.CPU:
+        return cluster.device.memory_bandwidth_bytes_per_second / 2  # read and written
+    links = () if cluster.host is None else cluster.host.links
+    rates = [
+        link.bandwidth_bytes_per_second
+        for link in links
+        if link.kind in (LinkKind.PCIE, LinkKind.HOST_BRIDGE) and any("device0" in pair for pair in link.pairs())
+    ]
+    return min(rates, default=PCIE_BYTES_PER_SECOND[4])
 
 
 def _built_in_clusters() -> dict[str, ClusterSpec]:

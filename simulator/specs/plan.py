@@ -40,7 +40,21 @@ class Recompute(StrEnum):
     """What of a layer is computed again in the backward pass instead of kept."""
 
     NONE = "none"
+    SELECTIVE = "selective"  # norms, activation, dropout masks, edge biases: outputs of products and attention are kept
+    DENSE = "dense"  # also queries, keys and values, and the way up; attention and what exchanges brought are kept
+    ATTENTION = "attention"  # also attention; nothing that travelled travels again
     LAYER = "layer"  # only the layer's input is kept
+
+
+# Where keys and values travel, queries alone are computed again, so they are not made together.
+QUERIES_APART = frozenset({Recompute.DENSE, Recompute.ATTENTION})
+
+
+class Offload(StrEnum):
+    """What a layer keeps for its backward pass in the host's memory meanwhile."""
+
+    NONE = "none"
+    ACTIVATIONS = "activations"  # what it would keep on the device, but for small tensors
 
 
 class ParameterSharding(StrEnum):
@@ -281,6 +295,10 @@ class Plan:
         keep_batches: keep every batch on the device once it is made, which batches of one part allow.
         prefetch_batches: of batches that are not kept, how many a thread makes ahead of the steps; 0 makes each in the
             step that needs it.
+        offload: of each layer; empty for none of them.
+        offload_min_bytes: tensors of fewer bytes stay on the device.
+        offload_optimizer: parameters and the optimizer's state lie in the host's memory too, where the host updates
+            them; gradients go there and parameters come back.
     """
 
     data_parallel_degree: int
@@ -310,6 +328,9 @@ class Plan:
     sampled: SampledBatches | None = None
     keep_batches: bool = False
     prefetch_batches: int = 0
+    offload: tuple[Offload, ...] = ()
+    offload_min_bytes: int = 1 * MIB
+    offload_optimizer: bool = False
 
     def __post_init__(self) -> None:
         require_at_least(0, prefetch_batches=self.prefetch_batches)
@@ -329,6 +350,9 @@ class Plan:
             self.parts_per_batch,
         )
         require_length(len(self.exchange), recompute=self.recompute)
+        if self.offload:
+            require_length(len(self.exchange), offload=self.offload)
+        require_positive(offload_min_bytes=self.offload_min_bytes)
         require_share(beyond_cache_ratio=self.beyond_cache_ratio)
         if self.exchange_chunk_bytes is not None:
             require_positive(exchange_chunk_bytes=self.exchange_chunk_bytes)
@@ -397,6 +421,15 @@ class Plan:
     def overlaps(self, layer: int) -> bool:
         """Return whether attention of a layer runs while its exchange is under way."""
         return self.overlap_exchange and self.exchange[layer] in ROW_EXCHANGES
+
+    def offloads(self, layer: int) -> bool:
+        """Return whether a layer's activations go to the host's memory."""
+        return bool(self.offload) and self.offload[layer] is Offload.ACTIVATIONS
+
+    def splits_projection(self, layer: int) -> bool:
+        """Return whether queries are made apart from keys and values, since they alone are computed again."""
+        is_asked = self.recompute[layer] in QUERIES_APART and self.exchange[layer] in ROW_EXCHANGES
+        return is_asked and not self.overlaps(layer)
 
     def graph_group(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that share a batch with `rank` and exchange rows of the same heads with it."""

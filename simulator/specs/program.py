@@ -51,6 +51,9 @@ class TaskKind(StrEnum):
     LOW_RANK_PROJECT = "low_rank_project"
     LOW_RANK_ORTHOGONALISE = "low_rank_orthogonalise"
     LOW_RANK_RESTORE = "low_rank_restore"
+    COPY_TO_HOST = "copy_to_host"
+    COPY_FROM_HOST = "copy_from_host"
+    HOST_OPTIMIZER = "host_optimizer"
     ALL_TO_ALL = "all_to_all"
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
@@ -94,7 +97,10 @@ UPDATES = COMPRESSIONS | {
     TaskKind.GRADIENT_NORM,
     TaskKind.GRADIENT_SCALE,
     TaskKind.OPTIMIZER,
+    TaskKind.HOST_OPTIMIZER,
 }
+# Between the device's memory and the host's, of bytes of any format.
+HOST_COPIES = frozenset({TaskKind.COPY_TO_HOST, TaskKind.COPY_FROM_HOST})
 
 _ATTENTION_FIELDS = (
     "targets",
@@ -158,6 +164,10 @@ SHAPE_FIELDS: dict[TaskKind, tuple[str, ...]] = {
     TaskKind.LOW_RANK_PROJECT: ("elements", "matrices", "matrix_rank"),
     TaskKind.LOW_RANK_ORTHOGONALISE: ("elements", "matrices", "matrix_rank"),
     TaskKind.LOW_RANK_RESTORE: ("elements", "matrices", "matrix_rank"),
+    TaskKind.COPY_TO_HOST: ("bytes",),
+    TaskKind.COPY_FROM_HOST: ("bytes",),
+    # The same update by the host, of parameters in its memory.
+    TaskKind.HOST_OPTIMIZER: ("elements", "tensors"),
     # Bytes that this rank sends to each rank of the group, in the group's order.
     TaskKind.ALL_TO_ALL: (),
     # Bytes of this rank's input to the call.
@@ -187,6 +197,7 @@ class Stream(StrEnum):
     HOST_TO_DEVICE = "host_to_device"
     DEVICE_TO_HOST = "device_to_host"
     LOADER = "loader"  # makes batches, in a thread of its own where they are prefetched
+    HOST = "host"  # what the host computes itself, and waits for
     # Messages between stages, where those of activations and of gradients do not wait for one another.
     SENT_ACTIVATIONS = "sent_activations"
     SENT_GRADIENTS = "sent_gradients"
@@ -229,12 +240,21 @@ class Task:
         return sum(self.shape)
 
 
+_STREAMS = {
+    TaskKind.COPY_TO_HOST: Stream.DEVICE_TO_HOST,
+    TaskKind.COPY_FROM_HOST: Stream.HOST_TO_DEVICE,
+    TaskKind.HOST_OPTIMIZER: Stream.HOST,
+}
+
+
 def stream_of(kind: TaskKind) -> Stream:
     """Return the stream on which tasks of a kind run."""
     if kind in BATCH_KINDS:
         return Stream.LOADER
     if kind in MESSAGES:
         return Stream.SENT_ACTIVATIONS if kind is TaskKind.SEND else Stream.RECEIVED
+    if kind in _STREAMS:
+        return _STREAMS[kind]
     return Stream.COMMUNICATION if kind.is_collective else Stream.COMPUTE
 
 

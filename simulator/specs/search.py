@@ -6,7 +6,7 @@ from enum import StrEnum
 from simulator.specs.checks import require, require_at_least, require_positive
 from simulator.specs.gradients import GradientCompression
 from simulator.specs.order import NodeOrder
-from simulator.specs.plan import Exchange, ExchangePayload, ParameterSharding, PipelineSchedule, Recompute
+from simulator.specs.plan import Exchange, ExchangePayload, Offload, ParameterSharding, PipelineSchedule, Recompute
 from simulator.specs.units import MIB, Dtype
 
 
@@ -36,6 +36,9 @@ class SearchSpec:
         parameter_shardings: choices to try where several ranks hold other rows.
         batches, exchanges, recomputes, precisions: choices to try; a hierarchical exchange only on full graphs that
             several hosts share.
+            Recomputes between none and layer, and offloads, are only tried where a plan that keeps all does not fit.
+        offloads: what layers keep on the host, to try beside keeping it.
+        offload_optimizers: whether the optimizer's state lies on the host, to try.
         exchange_overlaps, exchange_payloads: choices to try where rows of others travel.
         exchange_precisions: number formats to try of what travels, beside that of the plan; skipped where not shorter.
         exchange_chunk_bytes: bound of a message to try beside none, for plans whose buffers would not fit; 0 for none.
@@ -65,7 +68,9 @@ class SearchSpec:
         Exchange.ALL_GATHER,
         Exchange.HEAD_ALL_TO_ALL,
     )
-    recomputes: tuple[Recompute, ...] = (Recompute.NONE, Recompute.LAYER)
+    recomputes: tuple[Recompute, ...] = tuple(Recompute)
+    offloads: tuple[Offload, ...] = (Offload.NONE,)
+    offload_optimizers: tuple[bool, ...] = (False,)
     precisions: tuple[Dtype, ...] = (Dtype.FLOAT32,)
     exchange_overlaps: tuple[bool, ...] = (False, True)
     exchange_payloads: tuple[ExchangePayload, ...] = tuple(ExchangePayload)
@@ -96,6 +101,8 @@ class SearchSpec:
             "batches",
             "exchanges",
             "recomputes",
+            "offloads",
+            "offload_optimizers",
             "precisions",
             "orders",
             "exchange_overlaps",

@@ -1,10 +1,14 @@
 """Records training steps of the executor in several settings, so that one can be predicted from another.
 
-    python -m tests.bench.replay_pairs --out traces/replay_h200x2_202612          # one or two GPUs, under three minutes
+    python -m tests.bench.replay_pairs --out traces/replay_h200x2_202612          # one or two GPUs, some minutes
     python -m tests.bench.replay_pairs --out pairs --device cpu                   # tiny: checks the logic
 
-Every setting is a training by `run_plans`, eager, whose last step is kept as the file of torch's profiler for each rank
-(a few hundred kilobytes, gzipped), beside `settings.json`, which says what each setting is. Then
+Every setting is a training by `run_plans`, eager, of whose last steps each is kept as the file of torch's profiler for
+each rank (five megabytes in all, gzipped), beside `settings.json`, which says what each setting is. Three things keep a
+recording to what a change can describe (`traces/replay_h200x2_202611` had none of them): parts stay on the device, else
+a step is the making of its batch on the host; several steps are kept, as the host takes up to a third longer for the
+same launches from one to the next, and the one with the profiler's first use is not; and the graph is large enough for
+the device to be what a step takes, in bf16 too. Then
 
     python -m tests.bench.replay --pairs FOLDER
 
@@ -14,9 +18,9 @@ of the source alone.
 
 import argparse
 import json
+import shutil
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -37,7 +41,7 @@ from tests.plans import Choices, plan_file_of, plan_of
 
 # No length of a dimension that changes is one that stays: those of heads and widths are powers of 2, from 8.
 NUM_CLASSES, NUM_FEATURES, NUM_LAYERS, NUM_HEADS = 10, 100, 3, 4
-NUM_STEPS = 8
+NUM_STEPS, NUM_TRACED_STEPS = 10, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +77,7 @@ class Setting:
 def settings(kind: DeviceKind, num_devices: int) -> list[Setting]:
     """Return the settings to record; on CPUs tiny ones."""
     on_gpu = kind is DeviceKind.CUDA
-    nodes, edges, width = (150_000, 3_000_000, 128) if on_gpu else (1_500, 15_000, 32)
+    nodes, edges, width = (400_000, 8_000_000, 128) if on_gpu else (1_500, 15_000, 32)
     base = Setting(name="base", width=width, num_nodes=nodes, num_edges=edges)
     found = [
         base,
@@ -109,8 +113,9 @@ def record(kind: DeviceKind, out: Path, num_devices: int) -> list[Setting]:
         folder = Path(folder_name)
         prepared = [_prepared(setting, kind, folder, out) for setting in settings(kind, num_devices)]
         run_plans([run for _, run in prepared])
-    _flatten(out, [setting for setting, _ in prepared])
     found = [setting for setting, _ in prepared]
+    for setting in found:
+        shutil.rmtree(recorded_steps(out / setting.name)[0])  # with the profiler's first use
     content = {"settings": [asdict(one) for one in found], "environment": dict(environment(kind))}
     (out / "settings.json").write_text(json.dumps(content, indent=1) + "\n")
     return found
@@ -131,9 +136,12 @@ def _prepared(setting: Setting, kind: DeviceKind, folder: Path, out: Path) -> tu
         data_parallel_degree=setting.num_ranks,
         num_parts=setting.num_parts if setting.num_parts > 1 else 0,
         precision=setting.precision,
+        keep_batches=setting.num_parts > 1,
     )
     plan = plan_of(choices, graph, setting.model, home)
-    train = TrainSpec(num_steps=NUM_STEPS, learning_rate=1e-3, evaluate_every_steps=NUM_STEPS, trace_steps=1)
+    train = TrainSpec(
+        num_steps=NUM_STEPS, learning_rate=1e-3, evaluate_every_steps=NUM_STEPS, trace_steps=NUM_TRACED_STEPS
+    )
     file = plan_file_of(plan, spec, setting.model, local_cluster(kind), train, home / "plan.json")
     run = PlanRun(plan_path=home / "plan.json", out=home, quiet=True, kineto=out / setting.name)
     counted = replace(
@@ -144,13 +152,10 @@ def _prepared(setting: Setting, kind: DeviceKind, folder: Path, out: Path) -> tu
     return counted, run
 
 
-def _flatten(out: Path, found: Sequence[Setting]) -> None:
-    """Put the one traced step of each setting right into its folder."""
-    for setting in found:
-        (step,) = (out / setting.name).iterdir()
-        for file in step.iterdir():
-            file.rename(out / setting.name / file.name)
-        step.rmdir()
+def recorded_steps(folder: Path) -> list[Path]:
+    """Return the folders of a setting's steps, in their order; the folder itself where it holds one step's files."""
+    steps = sorted(folder.glob("step*"), key=lambda step: int(step.name.removeprefix("step")))
+    return steps or [folder]
 
 
 def read_settings(folder: Path) -> list[Setting]:

@@ -106,7 +106,7 @@ def problems(device: torch.device, folder: Path, names: Sequence[str], *, tiny: 
     for name in names:
         with tempfile.TemporaryDirectory(dir=folder) as store:
             path = Path(store) / "graph"
-            write_store(_labelled(makes[name]()), path)
+            write_store(labelled(makes[name]()), path)
             if device.type == "cuda":
                 torch.cuda.empty_cache()  # the ranks are other processes
             spec, graph = read_graph(GraphFile(path=str(path)), base=folder)
@@ -115,7 +115,8 @@ def problems(device: torch.device, folder: Path, names: Sequence[str], *, tiny: 
             )
 
 
-def _labelled(on_device: DeviceGraph) -> Graph:
+def labelled(on_device: DeviceGraph) -> Graph:
+    """Return a graph with random features, labels and masks."""
     generator, num_nodes = np.random.default_rng(0), on_device.num_nodes
     split_N = generator.choice(3, num_nodes, p=[0.6, 0.2, 0.2])
     return Graph(
@@ -199,11 +200,11 @@ def exchange_seconds(trace: Trace) -> tuple[float, float]:
             if span.kind.is_collective and span.name.startswith("layer"):
                 start = span.start_seconds + span.waiting_seconds
                 whole += span.end_seconds - start
-                hidden += _within(compute, start, span.end_seconds)
+                hidden += covered_seconds(compute, start, span.end_seconds)
     return hidden, whole
 
 
-def _within(intervals: list[tuple[float, float]], start: float, end: float) -> float:
+def covered_seconds(intervals: list[tuple[float, float]], start: float, end: float) -> float:
     """Return the seconds between two instants that lie in at least one of some sorted intervals."""
     covered, until = 0.0, start
     for first, last in intervals:

@@ -1,7 +1,8 @@
 """The benchmark of replays: what it asks of one setting to predict another, and that it really records and predicts."""
 
 import json
-from dataclasses import replace
+import statistics
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -12,9 +13,17 @@ from simulator.specs.cluster import DeviceKind
 from simulator.specs.units import Dtype
 from tests.bench import replay as bench
 from tests.bench import replay_pairs
-from tests.bench.replay import as_recorded, change_between, other_steps_error, with_typical_latencies
-from tests.bench.replay_pairs import Setting, read_settings, settings
-from tests.made_kineto import MadeTrace
+from tests.bench.replay import (
+    as_recorded,
+    batch_share,
+    change_between,
+    figures_of_pairs,
+    other_steps_error,
+    predict_pairs,
+    with_typical_latencies,
+)
+from tests.bench.replay_pairs import NUM_TRACED_STEPS, Setting, read_settings, recorded_steps, settings
+from tests.made_kineto import MAIN, MadeTrace
 from tests.simulator.replay.test_run import run_of
 
 BASE = Setting(name="base", width=128, num_nodes=10, num_edges=50, num_elements=1000, kept_edges=60)
@@ -68,6 +77,44 @@ def test_typical_latencies_are_medians(tmp_path):
     assert as_recorded(run).unexplained_ratio == 0
 
 
+def median_step(folder):
+    return statistics.median(rebuild(read_recordings([step])).recorded_step_seconds for step in recorded_steps(folder))
+
+
+def pairs_folder(folder, *, batch):
+    """Write two steps of a setting and one of a wider one, whose host makes a batch for so many us of its 100."""
+    rows = [asdict(replace(BASE, name=name, width=width)) for name, width in (("base", 128), ("wide", 256))]
+    (folder / "settings.json").write_text(json.dumps({"settings": rows}))
+    for path, length in (("base/step2", 60), ("base/step10", 80), ("wide", 90)):
+        trace = steps_of([length])
+        if path == "wide":
+            trace.event("user_annotation", "batch", MAIN, 0, batch)
+        (folder / path).mkdir(parents=True)
+        trace.write(folder / path / "rank0.json.gz")
+
+
+def test_medians_of_steps_are_compared(tmp_path):
+    pairs_folder(tmp_path, batch=5)
+    assert [step.name for step in recorded_steps(tmp_path / "base")] == ["step2", "step10"]
+    found = predict_pairs(tmp_path)["base to wide"]
+    # Kernels without shapes stay as they were: 60 and 80 us, 7 us after the launch, to the end of the step.
+    assert found.predicted_seconds == pytest.approx(80 * US)
+    assert found.recorded_seconds == pytest.approx(100 * US)
+    assert found.left_out == ""
+
+
+def test_a_step_that_makes_its_batch_is_printed_and_left_out_of_the_mean(tmp_path, capsys):
+    pairs_folder(tmp_path, batch=50)
+    figures = {figure.name: figure for figure in figures_of_pairs(predict_pairs(tmp_path))}
+    assert figures["base to wide: step (left out of the mean)"].value == pytest.approx(20)
+    assert figures["mean of all 2 pairs"].bar is None
+    assert not any(figure.bar for figure in figures.values())
+    assert bench.main(["--pairs", str(tmp_path)]) == 0
+    assert "left out of the mean: base to wide: the host makes the batch within the step" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
 def test_a_folder_without_recordings_is_refused(tmp_path):
     with pytest.raises(SpecError, match=r"must be what tests\.bench\.replay_pairs wrote"):
         read_settings(tmp_path)
@@ -80,14 +127,16 @@ def test_settings_are_recorded_by_the_executor_and_one_is_predicted_from_another
     out = tmp_path / "pairs"
     assert replay_pairs.main(["--device", "cpu", "--out", str(out)]) == 0
     assert [one.name for one in read_settings(out)] == ["base", "wide", "two"]
-    two = rebuild(read_recordings([out / "two"]))
+    assert [len(recorded_steps(out / name)) for name in ("base", "wide", "two")] == [NUM_TRACED_STEPS - 1] * 3
+    two = rebuild(read_recordings([recorded_steps(out / "two")[-1]]))
+    assert batch_share(read_recordings([recorded_steps(out / "two")[-1]])) == 0  # its parts are kept
     assert (len(two.ranks), two.num_steps) == (2, 1)
     assert replay(two).step_seconds == pytest.approx(two.recorded_step_seconds)
     predicted = bench.predict_pairs(out)
     assert set(predicted) == {"base to wide", "wide to base"}
-    as_it_was = rebuild(read_recordings([out / "base"])).recorded_step_seconds
-    assert predicted["base to wide"][0] > as_it_was
-    assert predicted["base to wide"][1] == rebuild(read_recordings([out / "wide"])).recorded_step_seconds
+    as_it_was = median_step(out / "base")
+    assert predicted["base to wide"].predicted_seconds > as_it_was
+    assert predicted["base to wide"].recorded_seconds == median_step(out / "wide")
     with pytest.raises(SpecError, match="must hold no recordings yet"):
         replay_pairs.main(["--device", "cpu", "--out", str(out)])
 

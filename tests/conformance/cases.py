@@ -32,6 +32,7 @@ from simulator.specs.model import EdgeBias, ModelSpec
 from simulator.specs.plan import (
     Exchange,
     ExchangePayload,
+    Offload,
     ParameterSharding,
     PartitionMethod,
     PartitionSpec,
@@ -56,6 +57,7 @@ EVERYTHING = dataclasses.replace(ENCODED, dropout_ratio=0.3, edge_bias=EdgeBias.
 SEVEN_HEADS: dict[str, Any] = {"width": 28, "num_heads": 7}
 # For ranks that share heads and feed-forward columns.
 FOUR_HEADS = ModelSpec(width=40, num_heads=4, num_layers=2, feed_forward_width=56)
+ALL_OF_FOUR_HEADS = dataclasses.replace(FOUR_HEADS, dropout_ratio=0.3, edge_bias=EdgeBias.DEGREE, num_layers=3)
 SIX_HEADS = ModelSpec(width=36, num_heads=6, num_layers=2, feed_forward_width=50)
 TRAIN = TrainSpec(num_steps=10, learning_rate=0.01, seed=5)
 GRAPH = CommunityGraph(num_nodes=700, num_edges=4000, num_classes=7, num_features=11)
@@ -74,6 +76,7 @@ class Case:
         overlaps, payload, wire, chunk_bytes: how rows travel, as in the plan.
         fan_outs, seeds_per_batch: of sampled neighbourhoods; empty and 0 for batches of parts.
         between_edges, keep_batches, prefetch_batches: as in `Plan`.
+        offload, offload_optimizer: as in `Plan`; tensors of any size go to the host.
         ranks_per_host: for hierarchical exchanges; None for one host.
     """
 
@@ -106,6 +109,8 @@ class Case:
     keep_batches: bool = False
     prefetch_batches: int = 0
     ranks_per_host: int | None = None
+    offload: tuple[Offload, ...] = ()
+    offload_optimizer: bool = False
     step: int = 1
 
 
@@ -113,15 +118,138 @@ HALO, GATHER, HEADS = Exchange.HALO, Exchange.ALL_GATHER, Exchange.HEAD_ALL_TO_A
 HIERARCHICAL = Exchange.HIERARCHICAL_HALO
 ROWS, HALF = ExchangePayload.ROWS, Dtype.BFLOAT16
 KEEP, AGAIN = Recompute.NONE, Recompute.LAYER
+LADDER = (Recompute.SELECTIVE, Recompute.DENSE, Recompute.ATTENTION)
 IN_BF16 = GradientCompression(kind=CompressionKind.BF16)
 TOP_K = GradientCompression(kind=CompressionKind.TOP_K, kept_ratio=0.1)
 POWER_SGD = GradientCompression(kind=CompressionKind.POWER_SGD, matrix_rank=2)
+AWAY = (Offload.ACTIVATIONS,) * 3
+ON_THE_HOST: dict[str, dict[str, Any]] = {
+    "everything": {
+        "exchange": (Exchange.NONE,) * 3,
+        "recompute": (KEEP,) * 3,
+        "model": EVERYTHING,
+        "is_sparse": True,
+    },
+    "bf16": {"exchange": (Exchange.NONE,) * 2, "model": DROPOUT, "precision": HALF},
+    "recomputed in three ways": {"exchange": (Exchange.NONE,) * 3, "recompute": LADDER, "model": EVERYTHING},
+    "sampled on two, recomputed in three ways": {
+        "data_parallel_degree": 2,
+        "num_parts": 2,
+        "fan_outs": (2, 40, 5),
+        "seeds_per_batch": 70,
+        "exchange": (Exchange.NONE,) * 3,
+        "recompute": (KEEP, Recompute.SELECTIVE, Recompute.ATTENTION),
+        "model": EVERYTHING,
+    },
+    **{
+        f"{name}{how}": {
+            "graph_parallel_degree": 2,
+            "exchange": exchange,
+            "recompute": recompute,
+            "model": dataclasses.replace(EVERYTHING, **SEVEN_HEADS),
+            **choices,
+        }
+        for name, exchange, choices in (
+            ("halo and all-gather", (HALO, GATHER, HALO), {}),
+            ("overlapped", (HALO, GATHER, HALO), {"overlaps": True}),
+            ("of rows", (HALO, GATHER, HALO), {"payload": ROWS, "has_empty_part": True}),
+            (
+                "overlapped, of rows, bf16",
+                (HALO, GATHER, GATHER),
+                {"overlaps": True, "payload": ROWS, "precision": HALF},
+            ),
+            ("heads", (HEADS, HEADS, HEADS), {"num_parts": 6, "step": 2}),
+        )
+        for how, recompute in {"": (KEEP,) * 3, ", recomputed in three ways": LADDER}.items()
+    },
+}
 CASES = {
     "full graph": Case(),
     "dropout and encodings": Case(model=dataclasses.replace(ENCODED, dropout_ratio=0.3)),
     "recomputed": Case(recompute=(AGAIN, AGAIN), model=DROPOUT),
     "one layer recomputed, edge bias": Case(
         recompute=(KEEP, AGAIN), model=dataclasses.replace(MODEL, edge_bias=EdgeBias.DEGREE)
+    ),
+    "recomputed in three ways, everything": Case(
+        exchange=(Exchange.NONE,) * 3, recompute=LADDER, model=EVERYTHING, is_sparse=True
+    ),
+    "recomputed in three ways, bf16": Case(
+        exchange=(Exchange.NONE,) * 3,
+        recompute=LADDER,
+        model=dataclasses.replace(DROPOUT, num_layers=3),
+        precision=Dtype.BFLOAT16,
+    ),
+    "recomputed in three ways, halo": Case(
+        graph_parallel_degree=2, exchange=(HALO, HALO, HALO), recompute=LADDER, model=EVERYTHING
+    ),
+    "recomputed in three ways, all-gather": Case(
+        graph_parallel_degree=2,
+        exchange=(GATHER, GATHER, GATHER),
+        recompute=LADDER,
+        model=EVERYTHING,
+        chunk_bytes=20 * KIB,
+        wire=HALF,
+    ),
+    "recomputed in three ways, of rows": Case(
+        graph_parallel_degree=2, exchange=(HALO, GATHER, GATHER), recompute=LADDER, model=EVERYTHING, payload=ROWS
+    ),
+    "recomputed in three ways, overlapped": Case(
+        graph_parallel_degree=2,
+        exchange=(HALO, HALO, GATHER),
+        recompute=LADDER,
+        model=EVERYTHING,
+        overlaps=True,
+        gradient_bucket_bytes=4 * KIB,
+        overlap_gradients=True,
+    ),
+    "recomputed in three ways, overlapped, bf16": Case(
+        graph_parallel_degree=2,
+        exchange=(GATHER, GATHER, HALO),
+        recompute=LADDER,
+        model=dataclasses.replace(DROPOUT, num_layers=3),
+        overlaps=True,
+        precision=Dtype.BFLOAT16,
+    ),
+    "recomputed in three ways, of rows, overlapped, a rank without nodes": Case(
+        graph_parallel_degree=2,
+        exchange=(GATHER, HALO, HALO),
+        recompute=LADDER,
+        model=EVERYTHING,
+        overlaps=True,
+        payload=ROWS,
+        has_empty_part=True,
+    ),
+    "recomputed in three ways, heads": Case(
+        graph_parallel_degree=2,
+        exchange=(HEADS, HEADS, HEADS),
+        recompute=LADDER,
+        model=dataclasses.replace(EVERYTHING, **SEVEN_HEADS),
+    ),
+    "recomputed in three ways, clusters": Case(
+        num_parts=5, parts_per_batch=2, exchange=(Exchange.NONE,) * 3, recompute=LADDER, model=EVERYTHING, step=2
+    ),
+    "recomputed in three ways, sampled": Case(
+        data_parallel_degree=2,
+        num_parts=2,
+        fan_outs=(2, 40, 5),
+        seeds_per_batch=70,
+        exchange=(Exchange.NONE,) * 3,
+        recompute=LADDER,
+        model=EVERYTHING,
+        is_sparse=True,
+    ),
+    **{
+        f"{name}, on the host": Case(**{**choices, "offload": AWAY[: len(choices["exchange"])]})
+        for name, choices in ON_THE_HOST.items()
+    },
+    "optimizer on the host": Case(offload_optimizer=True, recompute=(Recompute.SELECTIVE, KEEP), model=DROPOUT),
+    "optimizer and a layer on the host, buckets beside the backward pass": Case(
+        data_parallel_degree=2,
+        num_parts=4,
+        offload=(Offload.NONE, Offload.ACTIVATIONS),
+        offload_optimizer=True,
+        gradient_bucket_bytes=4 * KIB,
+        overlap_gradients=True,
     ),
     "sparse features": Case(is_sparse=True),
     "sparse features, encodings, bf16": Case(is_sparse=True, model=ENCODED, precision=Dtype.BFLOAT16),
@@ -525,6 +653,73 @@ CASES = {
         recompute=(AGAIN, KEEP),
         model=FOUR_HEADS,
     ),
+    "tensor, recomputed in three ways": Case(
+        tensor_parallel_degree=2, exchange=(Exchange.NONE,) * 3, recompute=LADDER, model=ALL_OF_FOUR_HEADS
+    ),
+    "tensor, recomputed in three ways, on the host": Case(
+        tensor_parallel_degree=2,
+        exchange=(Exchange.NONE,) * 3,
+        recompute=LADDER,
+        offload=AWAY,
+        model=ALL_OF_FOUR_HEADS,
+        precision=HALF,
+    ),
+    "tensor, on the host without dropout": Case(tensor_parallel_degree=2, offload=AWAY[:2], model=FOUR_HEADS),
+    "tensor, halo and all-gather, recomputed in three ways, on the host": Case(
+        graph_parallel_degree=2,
+        tensor_parallel_degree=2,
+        exchange=(GATHER, HALO, GATHER),
+        recompute=LADDER,
+        offload=AWAY,
+        model=ALL_OF_FOUR_HEADS,
+    ),
+    "tensor, overlapped, recomputed in three ways, on the host": Case(
+        graph_parallel_degree=2,
+        tensor_parallel_degree=2,
+        exchange=(GATHER, HALO, GATHER),
+        recompute=LADDER,
+        overlaps=True,
+        offload=AWAY,
+        model=ALL_OF_FOUR_HEADS,
+        precision=HALF,
+    ),
+    "shared out, recomputed in three ways": Case(
+        data_parallel_degree=2,
+        num_parts=4,
+        exchange=(Exchange.NONE,) * 3,
+        recompute=LADDER,
+        model=EVERYTHING,
+        shard_parameters=ParameterSharding.ZERO3,
+    ),
+    "shared out, recomputed in three ways, on the host": Case(
+        graph_parallel_degree=2,
+        exchange=(HALO, GATHER, HALO),
+        recompute=LADDER,
+        overlaps=True,
+        offload=AWAY,
+        model=EVERYTHING,
+        precision=HALF,
+        shard_parameters=ParameterSharding.ZERO3,
+    ),
+    "shared out, kept for the backward pass, on the host": Case(
+        data_parallel_degree=2,
+        num_parts=4,
+        exchange=(Exchange.NONE,) * 3,
+        recompute=(KEEP, Recompute.ATTENTION, AGAIN),
+        offload=(*AWAY[:2], Offload.NONE),
+        model=EVERYTHING,
+        shard_parameters=ParameterSharding.ZERO2,
+    ),
+    "shared out, tensor, recomputed in three ways, on the host": Case(
+        data_parallel_degree=2,
+        tensor_parallel_degree=2,
+        num_parts=4,
+        exchange=(Exchange.NONE,) * 3,
+        recompute=LADDER,
+        offload=AWAY,
+        model=ALL_OF_FOUR_HEADS,
+        shard_parameters=ParameterSharding.ZERO3,
+    ),
 }
 
 
@@ -653,6 +848,9 @@ def _plan(case: Case, graph: Graph, part_N: np.ndarray, num_parts: int) -> Plan:
         sampled=_sampled(case, graph),
         keep_batches=case.keep_batches,
         prefetch_batches=case.prefetch_batches,
+        offload=case.offload,
+        offload_min_bytes=1,
+        offload_optimizer=case.offload_optimizer,
     )
 
 

@@ -1,11 +1,12 @@
 """What a task of each kind does, as the profiler shows it: the operators that must have run, with their operands."""
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from simulator.specs.model import NUM_DEGREE_BUCKETS
-from simulator.specs.program import BATCH_KINDS, Phase, Task, TaskKind
+from simulator.specs.program import BATCH_KINDS, HOST_COPIES, Phase, Task, TaskKind
 from simulator.specs.units import Dtype
 from tests.conformance.observe import Dims, ObservedTask, Operands, Operator
 
@@ -19,6 +20,7 @@ _COMPRESSING = {
 # Functions that take a list of gradients, in which the profiler shows no sizes.
 _OF_ALL_GRADIENTS = {TaskKind.GRADIENT_NORM: "sum_of_squares", TaskKind.GRADIENT_SCALE: "scale_"}
 TYPES = {Dtype.FLOAT32: "float", Dtype.BFLOAT16: "c10::BFloat16"}
+_BYTES_OF_TYPE = {"unsigned char": 1, "float": 4}
 # Operators that cost much: a task runs no other of them than it must.
 GOVERNED = frozenset(
     f"aten::{name}"
@@ -114,10 +116,18 @@ def missing_evidence(task: Task, observed: ObservedTask) -> list[str]:
         is_part = task.kind is TaskKind.GRADIENT_NORM and operator.name == "aten::linalg_vector_norm"
         if operator.name in GOVERNED and index not in met and not is_part:
             found.append(f"also ran {operator.name} {_dims_text(operator.dims)}")
+    if task.kind in HOST_COPIES and (copied := _copied_bytes(observed.operators)) != task.shape[0]:
+        found.append(f"should have copied {task.shape[0]} bytes, but copied {copied}")
     expected_operands = _expected_operands(task)
     if _whole_batches(observed.operands) != expected_operands:
         found.append(f"should have had {expected_operands} as operands, but had {observed.operands}")
     return found
+
+
+def _copied_bytes(operators: Sequence[Operator]) -> int:
+    """Return the bytes of the tensors that were copied."""
+    copies = [operator for operator in operators if operator.name == "aten::copy_"]
+    return sum(math.prod(copy.dims[0]) * _BYTES_OF_TYPE[copy.types[0]] for copy in copies)
 
 
 def _similar(operators: Iterable[Operator], expected: Expected | ExpectedOperand) -> list[str]:
@@ -146,7 +156,7 @@ def _expected_operands(task: Task) -> tuple[Operands, ...]:
         return (Operands(function="mm", counts=(task.shape[1],)),)
     if task.kind in _OF_ALL_GRADIENTS:
         return (Operands(function=_OF_ALL_GRADIENTS[task.kind], counts=task.shape),)
-    if task.kind is TaskKind.OPTIMIZER:
+    if task.kind in (TaskKind.OPTIMIZER, TaskKind.HOST_OPTIMIZER):
         return (Operands(function="_fused_adamw_", counts=task.shape),)
     if task.kind in BATCH_KINDS:
         return (Operands(function="batch", counts=task.shape),)
@@ -173,7 +183,9 @@ def _expected_operands(task: Task) -> tuple[Operands, ...]:
 
 def _is_part(task: Task) -> bool:
     """Return whether a task is attention over one of two sets of edges."""
-    return task.kind is TaskKind.ATTENTION and task.name.removesuffix(".recompute").endswith(("_interior", "_halo"))
+    return task.kind is TaskKind.ATTENTION and task.name.removesuffix(".recompute").endswith(
+        ("_interior", "_halo", "_whole")
+    )
 
 
 def _expected_operators(task: Task) -> Sequence[Expected | ExpectedOperand]:
@@ -233,7 +245,7 @@ def _expected_operators(task: Task) -> Sequence[Expected | ExpectedOperand]:
             return [_aten(name) for name in ("linalg_qr", "mm", "addmm") for _ in range(task.shape[1])]
         case TaskKind.LOW_RANK_PROJECT | TaskKind.LOW_RANK_RESTORE:
             return [_aten("mm") for _ in range(task.shape[1])]
-        case TaskKind.OPTIMIZER:
+        case TaskKind.OPTIMIZER | TaskKind.HOST_OPTIMIZER:
             return [_aten("_fused_adamw_")]
         case TaskKind.SHARD_COPY:
             return [_shard_copy(task)]

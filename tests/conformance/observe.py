@@ -247,7 +247,7 @@ def _whole_tasks(names: Sequence[str]) -> list[tuple[str, list[int]]]:
 
 def _interrupts(name: str) -> bool:
     """Return whether a task may run in the midst of another one."""
-    return name.endswith(".recompute") or name.startswith("gradients.")
+    return name.endswith((".recompute", ".copy_in.backward")) or name.startswith("gradients.")
 
 
 def _operators(events: Sequence[Event]) -> Iterator[Operator]:

@@ -22,6 +22,7 @@ from simulator.specs.order import NodeOrder, OrderSpec
 from simulator.specs.plan import (
     Exchange,
     ExchangePayload,
+    Offload,
     ParameterSharding,
     PipelineSchedule,
     Plan,
@@ -40,7 +41,7 @@ NUM_STEPS = 20
 MOST_RANKS = 4
 NONE, HALO, HIERARCHICAL, ALL_GATHER, HEADS = Exchange
 ROWS = ExchangePayload.ROWS
-KEEP, AGAIN = Recompute
+KEEP, SELECTIVE, DENSE, ATTENTION, AGAIN = Recompute
 AS_THEY_ARE = GradientCompression()
 IN_BF16 = GradientCompression(kind=CompressionKind.BF16)
 ALL_ENTRIES = GradientCompression(kind=CompressionKind.TOP_K, kept_ratio=1.0)
@@ -65,6 +66,7 @@ class ParityCase:
         seeds_per_batch: of a replica, where neighbourhoods are sampled.
         keep_batches, prefetch_batches: as in `Plan`.
         ranks_per_host: for hierarchical exchanges.
+        offload, offload_optimizer: as in `Plan`; tensors of any size go to the host.
     """
 
     graph_name: str = "awkward"
@@ -98,6 +100,8 @@ class ParityCase:
     keep_batches: bool = False
     prefetch_batches: int = 0
     ranks_per_host: int | None = None
+    offload: tuple[Offload, ...] = ()
+    offload_optimizer: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -175,6 +179,9 @@ class ParityCase:
             sampled=self._sampled,
             keep_batches=self.keep_batches,
             prefetch_batches=self.prefetch_batches,
+            offload=self.offload,
+            offload_min_bytes=1,
+            offload_optimizer=self.offload_optimizer,
         )
 
     @property
@@ -714,6 +721,60 @@ def _pipelines() -> dict[str, ParityCase]:
     }
 
 
+def _memory() -> dict[str, ParityCase]:
+    """Return every way to keep less of a layer with every way in which its attention runs."""
+    found: dict[str, ParityCase] = {}
+    halo = ParityCase(graph_parallel_degree=2, exchange=(HALO, ALL_GATHER), extras=True)
+    ways = {
+        "full graph": ParityCase(extras=True),
+        "2 graph ranks": halo,
+        "2 graph ranks, overlapped": replace(halo, overlaps=True),
+        "2 graph ranks of rows": replace(halo, payload=ROWS, graph_name="sparse"),
+        "2 graph ranks of rows, overlapped": replace(halo, payload=ROWS, overlaps=True, chunk_bytes=300),
+        "2 graph ranks, heads": replace(halo, exchange=(HEADS, HEADS), num_heads=4),
+        "3 graph ranks, one head": replace(halo, graph_parallel_degree=3, exchange=(HEADS, HALO), num_heads=1),
+        "2 replicas, sampled": ParityCase(
+            data_parallel_degree=2, num_parts=2, fan_outs=(3, 2), seeds_per_batch=5, extras=True
+        ),
+        "clusters": ParityCase(num_parts=5, parts_per_batch=2, extras=True, cut="lonely last"),
+        "2 graph ranks, overlapped, no edges": replace(halo, overlaps=True, graph_name="edgeless"),
+    }
+    for name, case in ways.items():
+        for kinds in ((SELECTIVE, DENSE), (ATTENTION, SELECTIVE)):
+            found[f"{name}, {kinds[0]} and {kinds[1]} recomputed"] = replace(case, recompute=kinds)
+    both = (Offload.ACTIVATIONS, Offload.ACTIVATIONS)
+    for name, case in ways.items():
+        found[f"{name}, on the host"] = replace(case, offload=both)
+    found["full graph, recomputed and on the host"] = replace(
+        ways["full graph"], offload=both, recompute=(ATTENTION, SELECTIVE), offload_optimizer=True
+    )
+    found["2 graph ranks, overlapped, recomputed and on the host"] = replace(
+        ways["2 graph ranks, overlapped"], offload=both, recompute=(DENSE, ATTENTION), offload_optimizer=True
+    )
+    found["2 replicas, sampled, one layer on the host"] = replace(
+        ways["2 replicas, sampled"], offload=(Offload.ACTIVATIONS, Offload.NONE), recompute=(SELECTIVE, AGAIN)
+    )
+    found["2 replicas, sampled, optimizer on the host"] = replace(
+        ways["2 replicas, sampled"], offload_optimizer=True, gradient_bucket_bytes=SMALL_BUCKETS, overlap_gradients=True
+    )
+    mixed: dict[str, Any] = {
+        "recompute": (ATTENTION, SELECTIVE),
+        "gradient_bucket_bytes": SMALL_BUCKETS,
+        "overlap_gradients": True,
+    }
+    return found | {
+        "2 graph ranks, mixed recomputed, buckets beside": replace(halo, **mixed),
+        "2 hosts of 2 ranks, hierarchical, overlapped, mixed recomputed": ParityCase(
+            graph_parallel_degree=4,
+            exchange=(HIERARCHICAL, HIERARCHICAL),
+            ranks_per_host=2,
+            overlaps=True,
+            recompute=(DENSE, ATTENTION),
+            extras=True,
+        ),
+    }
+
+
 def _bfloat16() -> dict[str, ParityCase]:
     half = Dtype.BFLOAT16
     return {
@@ -854,6 +915,7 @@ EXACT_CASES = {
     **_tensor_parallel(),
     **_shared_out(),
     **_pipelines(),
+    **_memory(),
 }
 ROUNDED_CASES = _bfloat16()
 LOSSY_CASES = _lossy()

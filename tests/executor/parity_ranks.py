@@ -103,6 +103,8 @@ def _train(case: ParityCase, place: Place) -> RankResult:
     trainer = Trainer(case.plan, case.graph_spec, case.model, case.train, case.inputs, place, recorder)
     drawn = trainer.whole_weights()
     trainer.parameters.load(case.initial)
+    if trainer.host_optimizer is not None:
+        trainer.host_optimizer.load_parameters()
     first_accuracies = astuple(trainer.evaluate())
     gradients = _gradients_before_updates(trainer)
     losses = [float(trainer.step(step, *trainer.micro_batches(step))) for step in range(NUM_STEPS)]

@@ -4,6 +4,7 @@ import os
 import threading
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -90,12 +91,15 @@ def test_all_threads_keep_to_the_cores_and_get_the_others_back_afterwards():
     thread = threading.Thread(target=run)
     thread.start()
     begun.wait(10)
+    num_threads = torch.get_num_threads()
     with pinned((min(before),)):
         assert os.sched_getaffinity(0) == {min(before)}
+        assert torch.get_num_threads() == 1  # no more threads than cores
         go_on.set()
         thread.join()
     assert found == [{min(before)}]
     assert os.sched_getaffinity(0) == before
+    assert torch.get_num_threads() == num_threads
 
 
 def test_without_cores_nothing_changes():

@@ -38,7 +38,7 @@ FULL = ModelSpec(
     edge_bias=EdgeBias.DEGREE,
     laplacian_encodings=2,
 )
-KEEP, AGAIN = Recompute
+KEEP, AGAIN = Recompute.NONE, Recompute.LAYER
 
 
 @dataclass(frozen=True, kw_only=True)

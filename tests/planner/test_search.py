@@ -15,19 +15,19 @@ from planner.objective import epoch_seconds
 from planner.partition import partition_graph
 from simulator.constraints import violations
 from simulator.errors import CalibrationError, NoFeasiblePlanError
-from simulator.memory import misfit, peak_memory
+from simulator.memory import misfit, peak_memory, total_bytes
 from simulator.readers.graphs import Graph
 from simulator.readers.orders import read_order
 from simulator.readers.partitions import read_partition
 from simulator.simulation import simulate
 from simulator.specs.calibration import Calibration
-from simulator.specs.cluster import ClusterSpec, LinkSpec
+from simulator.specs.cluster import ClusterSpec, DeviceKind, LinkSpec
 from simulator.specs.decision import PlanFile
 from simulator.specs.document import content_sha256
 from simulator.specs.graph import GraphFile, GraphSpec
 from simulator.specs.model import ModelSpec
 from simulator.specs.order import NodeOrder, OrderSpec
-from simulator.specs.plan import Exchange, ExchangePayload, Plan, Recompute
+from simulator.specs.plan import Exchange, ExchangePayload, Offload, Plan, Recompute
 from simulator.specs.program import TaskKind
 from simulator.specs.search import BatchKind, SearchSpec
 from simulator.specs.topology import LinkFault, Straggler
@@ -57,6 +57,8 @@ PLAIN: dict[str, Any] = {
     "exchange_overlaps": (False,),
     "exchange_payloads": (ExchangePayload.KEYS_AND_VALUES,),
 }
+# Layers kept or computed again as a whole.
+KEPT_OR_NOT: dict[str, Any] = {**PLAIN, "recomputes": (Recompute.NONE, Recompute.LAYER)}
 ALL_CHOICES = SearchSpec(
     batches=tuple(BatchKind),
     recomputes=tuple(Recompute),
@@ -206,10 +208,14 @@ def epoch_of(plan: Plan, model: ModelSpec, cluster: ClusterSpec, calibration: Ca
 def test_the_result_is_the_best_of_all_plans(folder, calibration, devices, memory_bytes, search, num_ranks):
     cluster = made_cluster(devices_per_host=devices, memory_bytes=memory_bytes)
     file = found(folder, cluster=cluster, search=search, calibration=calibration)
-    epochs = {}
+    epochs: dict[Plan, float] = {}
     for plan in all_plans(cluster, search, folder, MODEL.num_layers):
         steps = range(plan.steps_per_epoch)
         memory = peak_memory(plan, SPEC, MODEL, cluster, steps=steps, seed=TRAIN.seed)
+        kept = dataclasses.replace(plan, recompute=(Recompute.NONE,) * MODEL.num_layers)
+        if plan.recompute[0] not in (Recompute.NONE, Recompute.LAYER) and kept in epochs:
+            assert epoch_of(plan, MODEL, cluster, calibration) >= epochs[kept]
+            continue  # such a plan need not be tried
         if not violations(plan, SPEC, MODEL, cluster) and not misfit(memory, cluster):
             epochs[plan] = epoch_of(plan, MODEL, cluster, calibration)
     assert file.plan in epochs
@@ -219,6 +225,40 @@ def test_the_result_is_the_best_of_all_plans(folder, calibration, devices, memor
     # Runners-up are the next best ones, in order.
     others = sorted(epochs.values())[1 : 1 + len(file.ranking)]
     assert [other.epoch_seconds for other in file.ranking] == pytest.approx(others)
+
+
+def test_parts_of_layers_are_computed_again_where_memory_binds(folder):
+    plain = SearchSpec(num_ranks=(1,), batches=(BatchKind.FULL_GRAPH,))
+    whole = found(folder, search=plain)
+    assert whole.plan.recompute == (Recompute.NONE,) * 2
+
+    def needs(recompute: Recompute) -> int:
+        plan = dataclasses.replace(whole.plan, recompute=(recompute,) * 2)
+        return max(map(total_bytes, peak_memory(plan, SPEC, MODEL, whole.cluster)))
+
+    for kind in (Recompute.SELECTIVE, Recompute.DENSE):
+        file = found(folder, search=plain, cluster=made_cluster(devices_per_host=4, memory_bytes=needs(kind)))
+        assert file.plan.recompute == (kind,) * 2
+        assert f"{kind} recompute in 2 of 2 layers" in description(file.plan)
+
+
+def test_activations_and_the_optimizer_go_to_the_host_where_a_search_says_so_and_memory_binds(folder):
+    search = SearchSpec(
+        num_ranks=(1,),
+        batches=(BatchKind.FULL_GRAPH,),
+        recomputes=(Recompute.NONE,),
+        offloads=tuple(Offload),
+        offload_optimizers=(False, True),
+    )
+    roomy = found(folder, search=search)
+    assert (roomy.plan.offload, roomy.plan.offload_optimizer) == ((), False)
+    gpu = made_cluster(kind=DeviceKind.CUDA)
+    optimizer = dict(peak_memory(roomy.plan, SPEC, MODEL, gpu)[0])["optimizer"]
+    need = max(map(total_bytes, peak_memory(roomy.plan, SPEC, MODEL, gpu)))
+    tight = made_cluster(kind=DeviceKind.CUDA, memory_bytes=need - optimizer // 2)
+    file = found(folder, search=search, cluster=tight, calibration=FAST_TALK)
+    assert file.plan.offload_optimizer
+    assert "optimizer on the host" in description(file.plan)
 
 
 def test_the_result_is_legal_and_fits(folder):
@@ -362,7 +402,7 @@ def test_the_order_is_chosen_for_the_best_plan_and_the_device_and_changes_the_pr
 
 
 def test_candidates_that_are_illegal_are_counted_by_reason(folder):
-    file = found(folder, cluster=made_cluster(devices_per_host=2), search=SearchSpec(num_ranks=(1, 4), **PLAIN))
+    file = found(folder, cluster=made_cluster(devices_per_host=2), search=SearchSpec(num_ranks=(1, 4), **KEPT_OR_NOT))
     # Two exchanges and two choices of recomputation on four ranks.
     reason = (
         "plan.num_ranks=4 must not exceed cluster.num_devices=2: lower data_parallel_degree, graph_parallel_degree, "
@@ -373,7 +413,7 @@ def test_candidates_that_are_illegal_are_counted_by_reason(folder):
 
 def test_candidates_that_do_not_fit_are_counted_by_reason(folder):
     cluster = made_cluster(devices_per_host=4, memory_bytes=500_330_000)
-    file = found(folder, cluster=cluster, search=SearchSpec(num_ranks=(1, 4), **PLAIN), calibration=SLOW_TALK)
+    file = found(folder, cluster=cluster, search=SearchSpec(num_ranks=(1, 4), **KEPT_OR_NOT), calibration=SLOW_TALK)
     assert file.plan.num_ranks == 4
     # The full graph on one rank, its layers kept or recomputed, and on four with either exchange and layers kept.
     reason = "does not fit into a device's memory, most of which context would take"
@@ -405,7 +445,7 @@ def test_candidates_that_cannot_win_are_not_simulated(folder):
 def test_no_plan_fits_into_next_to_no_memory(folder):
     cluster = made_cluster(devices_per_host=2, memory_bytes=10_000)
     with pytest.raises(NoFeasiblePlanError) as error:
-        found(folder, cluster=cluster, search=SearchSpec(num_ranks=(1, 2, 64), **PLAIN))
+        found(folder, cluster=cluster, search=SearchSpec(num_ranks=(1, 2, 64), **KEPT_OR_NOT))
     told = str(error.value)
     assert told.startswith("no plan is legal and fits on made cluster: ")
     # The commonest reasons first, three of them at most.
@@ -413,7 +453,7 @@ def test_no_plan_fits_into_next_to_no_memory(folder):
     assert reasons[0] == "does not fit into a device's memory, most of which context would take (6)"
     assert reasons[1].startswith("plan.num_ranks=64 must not exceed cluster.num_devices=2")
     assert told.split("the nearest to fitting: ")[1].startswith(
-        "rank 0 needs 477.3 MiB of 9.766 KiB, most of it context"
+        "rank 0 needs 477.2 MiB of 9.766 KiB, most of it context"
     )
 
 

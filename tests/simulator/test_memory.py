@@ -66,7 +66,8 @@ def test_categories_of_every_rank_add_up():
     ] * 4
     assert [total_bytes(rank) for rank in found] == [sum(num_bytes for _, num_bytes in rank) for rank in found]
     # A full graph is evaluated in less memory than it is trained in.
-    assert all(num_bytes > 0 for rank in found for name, num_bytes in rank if name != "evaluation")
+    maybe = {"evaluation", "workspace"}  # what a step takes beyond the rest, here less than the messages
+    assert all(num_bytes > 0 for rank in found for name, num_bytes in rank if name not in maybe)
     assert {dict(rank)["evaluation"] for rank in found} == {0}
 
 
@@ -110,8 +111,9 @@ def test_a_gpu_holds_what_a_cpu_does_and_its_context_and_what_rounding_took_from
     graph = graph_of(plan.partition)
     on_gpu, on_cpu = (dict(peak_memory(plan, graph, made_model(), cluster)[0]) for cluster in (GPU, CPU))
     assert on_gpu.pop("context") > on_cpu.pop("context") > 0
-    # A byte for each number of 1000 rows and 16 columns, in two layers.
-    rest = 2 * 1000 * 16 if precision is Dtype.BFLOAT16 else 0
+    # A byte for each number of 1000 rows and 16 columns, and fp32 instead of bf16 for a mean and a deviation of two
+    # norms, in two layers.
+    rest = 2 * (1000 * 16 + 1000 * 2 * 2 * 2) if precision is Dtype.BFLOAT16 else 0
     assert on_gpu.pop("activations") - on_cpu.pop("activations") == rest
     assert on_gpu == on_cpu
 
@@ -185,7 +187,9 @@ def test_a_sampled_batch_by_hand():
     heads = (40 + 10) * 2
     # The head: two rows of the width, logits, and three times the logits of 10 seeds of 5 classes.
     head = 10 * (2 * 4 + 5) + 3 * 10 * 5
-    assert memory["activations"] == 4 * (sum(layers) + heads + head)
+    # Means and deviations of both norms.
+    norms = 2 * (90 + 40) + 2 * (40 + 10)
+    assert memory["activations"] == 4 * (sum(layers) + heads + head + norms)
     # Two batches: features and four ids of a row; three ids of an edge; row pointers of both layers.
     of_batch = 90 * (12 * 4 + 4 * 8) + 130 * 12 + (90 + 40 + 40 + 10) * 8
     of_graph = 1000 * (12 * 4 + 4 * 8) + 4000 * 12
@@ -220,7 +224,7 @@ def test_memory_grows_with_the_nodes_and_edges_of_a_part(plan, model, data):
     larger = dataclasses.replace(plan, partition=dataclasses.replace(plan.partition, parts=tuple(parts)))
     for less, more in zip(memory_of(plan, model), memory_of(larger, model), strict=True):
         # These count by what they take beyond the rest, which grows.
-        beyond = {"evaluation", "gradient compression"}
+        beyond = {"evaluation", "gradient compression", "workspace"}
         assert all(more[name] >= less[name] for name in less if name not in beyond)
         assert sum(more.values()) >= sum(less.values())
 
@@ -333,7 +337,7 @@ def test_gathering_all_rows_needs_no_less_than_the_halo(plan, model):
             for other in plan.partition.parts
             for rows, owner in zip(other.halo_rows_from, plan.partition.parts, strict=True)
         ):
-            assert more["workspace"] >= less["workspace"], part
+            assert sum(more.values()) >= sum(less.values()), part
 
 
 # --- Steps and the verdict.
@@ -433,8 +437,8 @@ def test_an_overlapped_exchange_of_16_bits_keeps_the_unrounded_output_on_cpus_an
             )
             for overlaps in (False, True)
         )
-        # Of two layers; what one in turn keeps of own keys and values beside queries is gone.
-        assert after["activations"] - before["activations"] == 2 * 500 * 16 * (more - 2 * 2)
+        # Of two layers; what one in turn keeps of own keys and values beside queries is gone, and weights in 16 bits.
+        assert after["activations"] - before["activations"] == 2 * (500 * 16 * (more - 2 * 2) - 3 * 16 * 16 * 2)
 
 
 def test_an_overlapped_exchange_of_rows_keeps_own_rows_where_the_norm_wrote_them():

@@ -140,7 +140,9 @@ def test_a_kernel_follows_its_roofline_on_another_device():
     assert work.num_bytes == 3 * 4 * 4096**2
     a100, h200 = device_called("A100-SXM4-80GB"), device_called("H200")
     found = scaled_seconds(product, operator, 1e-3, old=Setting(device=a100), new=Setting(device=h200))
-    assert found == pytest.approx(1.5e-6 + (1e-3 - 1.5e-6) * 19.5 / 67)  # peaks of products in fp32
+    # Products at the peaks in fp32, and 201 MB at the rates of memory: 7.048 and 0.0987 ms, 2.051 and 0.0419 ms.
+    ratio = (137.439e9 / 67e12 + 201.327e6 / 4.8e12) / (137.439e9 / 19.5e12 + 201.327e6 / 2.039e12)
+    assert found == pytest.approx(1.5e-6 + (1e-3 - 1.5e-6) * ratio, rel=1e-5)
     adding = replace(product, kind=KernelKind.ELEMENTWISE, name="add")
     found = scaled_seconds(adding, operator, 1e-3, old=Setting(device=a100), new=Setting(device=h200))
     assert found == pytest.approx(1.5e-6 + (1e-3 - 1.5e-6) * 2039 / 4800)  # rates of memory

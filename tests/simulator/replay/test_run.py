@@ -135,6 +135,28 @@ def test_autograds_thread_goes_on_after_the_one_that_called_it_and_back(tmp_path
     )  # hand-overs keep their 10 and 20 us
 
 
+def test_a_thread_that_wakes_late_still_follows_the_one_that_waits_for_it(tmp_path):
+    # Autograd's thread begins 3 ms after the call: longer than a hand-over, but the caller goes on right after it.
+    trace = MadeTrace()
+    trace.step(0, 0, 6000)
+    trace.operator("forward", 0, 1000)
+    trace.operator("backward of a layer", 4000, 1000, AUTOGRAD)
+    trace.operator("optimizer", 5020, 980)
+    run = run_of(tmp_path, trace)
+    assert run.ranks[0].num_inferred == 2
+    # 500 us forward, 3 ms as they were, 500 backward, 20 as they were, 490 for the optimizer.
+    assert seconds_with(run, "kernel:other=2x, host=2x") == pytest.approx(4510 * US)
+
+
+def test_a_thread_of_its_own_that_begins_late_follows_nobody(tmp_path):
+    trace = MadeTrace()
+    trace.step(0, 0, 6000)
+    trace.operator("forward", 0, 1000)
+    trace.operator("another thread's work", 4000, 1000, AUTOGRAD)
+    trace.operator("optimizer", 5600, 400)
+    assert run_of(tmp_path, trace).ranks[0].num_inferred == 0
+
+
 def two_ranks() -> tuple[MadeTrace, MadeTrace]:
     """Two all-reduces of 10 us; rank 1 arrives 40 us late at the first, rank 0 5 us late at the second."""
     ranks = []
