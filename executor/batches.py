@@ -4,6 +4,7 @@ What a step trains on follows from plan, seed and step alone, so every rank know
 over, and all have equal numbers of steps.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -41,23 +42,31 @@ class Batches:
         self._whole: RankData | None = None
         self._seeds_of_epoch: tuple[int, np.ndarray] | None = None
         self._sampler: NeighbourhoodSampler | None = None
+        self._num_micro_batches = plan.num_micro_batches
         num_nodes = inputs.graph.num_nodes
         self.loader = BatchLoader(
             self._made,
-            lambda data: data.batch_shape(num_nodes),
+            lambda batches: batch_shape(batches, num_nodes),
             depth=plan.prefetch_batches,
             device=place.device,
         )
 
     def of_step(self, step: int) -> RankData:
-        """Return the batch of a step.
+        """Return the first micro-batch of a step, as `micro_batches` does."""
+        return self.micro_batches(step)[0]
+
+    def micro_batches(self, step: int) -> Sequence[RankData]:
+        """Return the micro-batches of a step.
 
         Raises:
-            Exception: what making it raised.
+            Exception: what making them raised.
         """
         if self._plan.loads_batches:
             return self.loader.take(step)
-        parts, num_train_rows = self._parts(step)
+        return [self._kept_batch(step, micro_batch) for micro_batch in range(self._num_micro_batches)]
+
+    def _kept_batch(self, step: int, micro_batch: int) -> RankData:
+        parts, num_train_rows = self._parts(step, micro_batch)
         data = self._kept.get(parts) or self._of_parts(parts, num_train_rows)
         if data.num_train_rows_of_step != num_train_rows:  # other replicas have other parts
             data = replace(data, num_train_rows_of_step=num_train_rows)
@@ -84,28 +93,31 @@ class Batches:
             )
         return self._whole
 
-    def sample(self, step: int) -> tuple[Neighbourhood, int]:
-        """Return the neighbourhoods that this rank samples in a step, and the seeds of all ranks in it."""
+    def sample(self, step: int, micro_batch: int = 0) -> tuple[Neighbourhood, int]:
+        """Return the neighbourhoods that this rank samples for a micro-batch, and how many seeds the step has."""
         sampled = self._plan.sampled
         assert sampled is not None, "batches are parts"
         if self._sampler is None:
             order_N = self._inputs.order_N
             place_N = None if order_N is None else np.argsort(order_N)
             self._sampler = NeighbourhoodSampler(self._inputs.graph, sampled.fan_outs, seed=self._seed, place_N=place_N)
-        ranges = seed_ranges(self._plan, step=step)
-        first, end = ranges[self._place.replica]
+        ranges = [seed_ranges(self._plan, step=step, micro_batch=each) for each in range(self._plan.num_micro_batches)]
+        first, end = ranges[micro_batch][self._place.replica]
         seeds = self._epoch_seeds(step // self._plan.steps_per_epoch)[first:end]
-        return self._sampler.sample(seeds, step), ranges[-1][1] - ranges[0][0]
+        return self._sampler.sample(seeds, step), ranges[-1][-1][1] - ranges[0][0][0]
 
     def close(self) -> None:
         """End the thread that makes batches, if there is one."""
         self.loader.close()
 
-    def _made(self, step: int) -> RankData:
-        """Return a batch that is not kept."""
+    def _made(self, step: int) -> Sequence[RankData]:
+        """Return the micro-batches of a step that are not kept."""
+        return [self._made_batch(step, micro_batch) for micro_batch in range(self._num_micro_batches)]
+
+    def _made_batch(self, step: int, micro_batch: int) -> RankData:
         if self._plan.sampled is None:
-            return prepare_attention(self._of_parts(*self._parts(step)))
-        neighbourhood, num_train_rows = self.sample(step)
+            return prepare_attention(self._of_parts(*self._parts(step, micro_batch)))
+        neighbourhood, num_train_rows = self.sample(step, micro_batch)
         data = build_sampled_data(
             self._inputs.graph,
             self._inputs.encodings,
@@ -114,6 +126,7 @@ class Batches:
             num_train_rows_of_step=max(num_train_rows, 1),
             dtype=self._dtype,
             device=self._place.device,
+            has_features=self._has_features,
         )
         return prepare_attention(data)
 
@@ -126,13 +139,22 @@ class Batches:
             self._seeds_of_epoch = epoch, nodes[np.argsort(bits_N, kind="stable")]
         return self._seeds_of_epoch[1]
 
-    def _parts(self, step: int) -> tuple[tuple[int, ...], int]:
-        """Return this replica's parts in a step, and the rows that the loss uses on all ranks."""
-        batches = batch_parts(self._plan, step=step, seed=self._seed)
+    @property
+    def _has_features(self) -> bool:
+        """Whether this rank has the first stage, which alone needs features."""
+        return self._place.pipeline_rank == 0
+
+    def _parts(self, step: int, micro_batch: int) -> tuple[tuple[int, ...], int]:
+        """Return this replica's parts in a micro-batch, and the rows that the loss of the step uses on all ranks."""
+        batches = [
+            batch_parts(self._plan, step=step, seed=self._seed, micro_batch=each)
+            for each in range(self._num_micro_batches)
+        ]
         parts = self._plan.partition.parts
-        num_train_rows = sum(parts[part].num_train_nodes for batch in set(batches) for part in batch)
+        distinct = {batch for of_micro_batch in batches for batch in of_micro_batch}
+        num_train_rows = sum(parts[part].num_train_nodes for batch in distinct for part in batch)
         # A step without labels has a loss of 0, not 0 / 0.
-        return batches[self._place.replica], max(num_train_rows, 1)
+        return batches[micro_batch][self._place.replica], max(num_train_rows, 1)
 
     def _of_parts(self, parts: tuple[int, ...], num_train_rows: int) -> RankData:
         shares = self._plan.partition.shares
@@ -191,6 +213,7 @@ class Batches:
             host_group=self._place.host_group,
             part_ranks=part_ranks,
             part_group=self._place.part_group,
+            has_features=self._has_features,
         )
 
     def _rows_per_message(self, exchange: Exchange, num_ranks: int) -> int | None:
@@ -199,20 +222,36 @@ class Batches:
         return None if found is None else max(found, 1)
 
 
+def batch_shape(batches: Sequence[RankData], num_graph_nodes: int) -> tuple[int, ...]:
+    """Return the shape of the task that made the micro-batches of a step, counted."""
+    return tuple(map(sum, zip(*(data.batch_shape(num_graph_nodes) for data in batches), strict=True)))
+
+
 def sampled_works(plan: Plan, model: ModelSpec, inputs: Inputs, *, step: int, seed: int) -> tuple[RankWork, ...]:
     """Return what each rank of a plan of sampled batches holds in a step, from the very samples that it draws.
 
     With these `simulator.workload.lower` gives the exact program, where it else gives that of expected counts.
     """
-    works = [
-        sampled_work(plan, model, inputs, rank=replica * plan.num_replica_ranks, step=step, seed=seed)
-        for replica in range(plan.data_parallel_degree)
-    ]
-    return of_all_ranks(plan, works)
+    found: list[RankWork] = []
+    for micro_batch in range(plan.num_micro_batches):
+        works = [
+            sampled_work(
+                *(plan, model, inputs),
+                rank=replica * plan.num_replica_ranks,
+                step=step,
+                seed=seed,
+                micro_batch=micro_batch,
+            )
+            for replica in range(plan.data_parallel_degree)
+        ]
+        found += of_all_ranks(plan, works)
+    return tuple(found)
 
 
-def sampled_work(plan: Plan, model: ModelSpec, inputs: Inputs, *, rank: int, step: int, seed: int) -> RankWork:
-    """Return what one rank of a plan of sampled batches holds in a step, from the very sample that it draws."""
+def sampled_work(
+    plan: Plan, model: ModelSpec, inputs: Inputs, *, rank: int, step: int, seed: int, micro_batch: int = 0
+) -> RankWork:
+    """Return what one rank of a plan of sampled batches holds of a micro-batch, from the very sample that it draws."""
     place = Place(
         rank=rank,
         num_ranks=plan.num_ranks,
@@ -223,7 +262,7 @@ def sampled_work(plan: Plan, model: ModelSpec, inputs: Inputs, *, rank: int, ste
         device=torch.device("cpu"),
     )
     batches = Batches(plan, inputs, place, model, dtype=torch.float32, seed=seed)
-    neighbourhood, _ = batches.sample(step)
+    neighbourhood, _ = batches.sample(step, micro_batch)
     layers = tuple(layer.counts() for layer in neighbourhood.layers)
     features, node_N = inputs.graph.features, neighbourhood.node_N
     num_entries = 0 if isinstance(features, np.ndarray) else int(np.diff(features.indptr)[node_N].sum())

@@ -193,7 +193,7 @@ def checkpoint_state(trainer: Trainer, history: History) -> dict[str, Any]:
 def restore(trainer: Trainer, history: History, checkpoint: Checkpoint) -> None:
     """Put a trainer and a history where a checkpoint was made; no collective is called.
 
-    State of single ranks is restored on the same number of ranks, and starts afresh on another one, with a warning.
+    State of single ranks is restored on as many ranks with the same layers, else it starts afresh, with a warning.
 
     Raises:
         SpecError: if this version of torch cannot read the files.
@@ -234,12 +234,13 @@ def _held_tensors(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
 
 def _rank_states(trainer: Trainer, checkpoint: Checkpoint, stored: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
     """Return this rank's own tensors that a checkpoint has in the same form, by what holds them."""
-    place, num_ranks = trainer.place, checkpoint.manifest.plan_file.plan.num_ranks
+    place, saved_plan = trainer.place, checkpoint.manifest.plan_file.plan
+    num_ranks, has_same_layers = saved_plan.num_ranks, saved_plan.stages == trainer.plan.stages
     found = {}
     for name, tensors in _held_tensors(trainer).items():
         prefix = f"rank{place.rank}.{name}"
         fits = all(_is_stored(f"{prefix}.{key}", value, stored) for key, value in tensors.items())
-        if num_ranks == place.num_ranks and fits:
+        if num_ranks == place.num_ranks and has_same_layers and fits:
             found[name] = tensors
         elif place.rank == 0:
             logger.warning(

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simulator.specs.program import Task, TaskKind
+from simulator.specs.program import MESSAGES, Task, TaskKind
 
 # By names of operators in the namespaces of torch.distributed; what is not listed is told by its own name.
 _KINDS = {
@@ -25,6 +25,8 @@ _KINDS = {
     "_reduce_scatter_base_": TaskKind.REDUCE_SCATTER,
     "reduce_scatter_tensor": TaskKind.REDUCE_SCATTER,
     "reduce_scatter_tensor_out": TaskKind.REDUCE_SCATTER,
+    "send": TaskKind.SEND,
+    "recv_": TaskKind.RECEIVE,
 }
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _INPUTS = ("input", "inputs", "tensors", "input_tensor", "input_tensors", "tensor", "self")
@@ -38,7 +40,7 @@ class CollectiveCall:
 
     Attributes:
         kind: a `TaskKind`, or the name of another operator.
-        sends: bytes, of an all-to-all to each rank.
+        sends: bytes, of an all-to-all to each rank; of a message, also where it is received.
         receives: of an all-to-all, bytes from each rank; else empty.
         group: ranks, in order.
     """
@@ -78,6 +80,8 @@ def _named(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, 
 def _call(name: str, arguments: dict[str, Any]) -> CollectiveCall:
     group = _ranks(arguments)
     kind = _KINDS.get(name)
+    if kind in MESSAGES:
+        return _message(kind, arguments, group)
     given = next((arguments[key] for key in _INPUTS if key in arguments), None)
     tensors = [given] if isinstance(given, Tensor) else list(given or [])
     sends: tuple[int, ...] = (sum(tensor.nbytes for tensor in tensors),)
@@ -87,6 +91,14 @@ def _call(name: str, arguments: dict[str, Any]) -> CollectiveCall:
         output = arguments.get("output", tensors[0])
         receives = _split_bytes(output, arguments["output_split_sizes"], len(group))
     return CollectiveCall(kind=str(kind or name), sends=sends, receives=receives, group=group)
+
+
+def _message(kind: TaskKind, arguments: dict[str, Any], group: tuple[int, ...]) -> CollectiveCall:
+    """Return the call of one end of a message; its group is then its source and its target."""
+    me, peer = dist.get_rank(), group[arguments["dst" if kind is TaskKind.SEND else "src"]]
+    ends = (me, peer) if kind is TaskKind.SEND else (peer, me)
+    num_bytes = sum(tensor.nbytes for tensor in arguments["tensors"])
+    return CollectiveCall(kind=str(kind), sends=(num_bytes,), receives=(), group=ends)
 
 
 def _ranks(arguments: dict[str, Any]) -> tuple[int, ...]:

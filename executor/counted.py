@@ -43,14 +43,14 @@ def counted_data(
     """
     columns, group = num_input_columns(graph, model), work.group
     has_buckets = model.edge_bias is EdgeBias.DEGREE
-    is_sampled = bool(work.sampled)
+    is_sampled, has_features = bool(work.sampled), place.pipeline_rank == 0
     exchanges = set() if is_sampled else set(plan.exchange)
     halved = exchanges & ROW_EXCHANGES if plan.overlap_exchange else set()
     return RankData(
         dtype=dtype,
         node_N=_ids(work.num_rows),
-        dense_NF=torch.empty(work.num_rows, columns, dtype=dtype) if columns else None,
-        sparse=sparse,
+        dense_NF=torch.empty(work.num_rows, columns, dtype=dtype) if columns and has_features else None,
+        sparse=sparse if has_features else None,
         edges={exchange: _edges_of(exchange, group) for exchange in exchanges},
         degree_bucket_E=_ids(group.edges.num_edges) if has_buckets and not is_sampled else None,
         halves={exchange: _halves(exchange, group, has_buckets=has_buckets) for exchange in halved},

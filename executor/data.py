@@ -108,6 +108,10 @@ class RankData:
         """Return the global ids of the rows that a layer returns."""
         return self.node_N[: self.layers[layer].edges.num_targets] if self.layers else self.node_N
 
+    def num_input_rows(self, layer: int) -> int:
+        """Return how many rows a layer gets."""
+        return self.layers[layer].edges.num_sources if self.layers else len(self.node_N)
+
     @property
     def all_edges(self) -> list[EdgeGraph]:
         """All edges as layers attend along them: of each layer, or of each exchange and both its halves."""
@@ -310,6 +314,7 @@ def build_rank_data(
     host_group: torch.distributed.ProcessGroup | None = None,
     part_ranks: tuple[int, ...] | None = None,
     part_group: torch.distributed.ProcessGroup | None = None,
+    has_features: bool = True,
 ) -> RankData:
     """Return one rank's tensors of a batch on its device.
 
@@ -327,6 +332,7 @@ def build_rank_data(
         host_group: ranks of the own host.
         part_ranks: ranks that serve each part, where some have several; None for one each.
         part_group: ranks that serve the own part; None where it is this rank alone.
+        has_features: whether the rank has the first stage of the model, which alone needs features and encodings.
     """
     if overlaps:
         order_N = _boundary_last(graph, owner_N, order_N)
@@ -369,8 +375,8 @@ def build_rank_data(
     return RankData(
         dtype=dtype,
         node_N=on_device(local.node_N, device),
-        dense_NF=_dense_input(graph, encodings, local.node_N, dtype, device),
-        sparse=_sparse_input(graph, local.node_N, device),
+        dense_NF=_dense_input(graph, encodings, local.node_N, dtype, device) if has_features else None,
+        sparse=_sparse_input(graph, local.node_N, device) if has_features else None,
         edges={
             exchange: topologies[exchange].edge_graph(
                 exchange, group_edges if exchange is Exchange.HEAD_ALL_TO_ALL else None
@@ -423,11 +429,12 @@ def build_sampled_data(
     num_train_rows_of_step: int,
     dtype: torch.dtype,
     device: torch.device,
+    has_features: bool = True,
 ) -> RankData:
     """Return the tensors of sampled neighbourhoods on a device; every seed is a node to train on.
 
     Args:
-        encodings, degree_buckets, num_train_rows_of_step: as in `build_rank_data`.
+        encodings, degree_buckets, num_train_rows_of_step, has_features: as in `build_rank_data`.
     """
     num_seeds = len(sample.layers[-1].indptr_N1) - 1
     labels_N = np.asarray(graph.labels_N[sample.node_N[:num_seeds]])
@@ -449,8 +456,8 @@ def build_sampled_data(
     return RankData(
         dtype=dtype,
         node_N=on_device(sample.node_N, device),
-        dense_NF=_dense_input(graph, encodings, sample.node_N, dtype, device),
-        sparse=_sparse_input(graph, sample.node_N, device),
+        dense_NF=_dense_input(graph, encodings, sample.node_N, dtype, device) if has_features else None,
+        sparse=_sparse_input(graph, sample.node_N, device) if has_features else None,
         edges={},
         degree_bucket_E=None,
         layout=ExchangeLayout(

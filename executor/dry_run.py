@@ -29,7 +29,7 @@ from simulator.specs.files import read_plan
 from simulator.specs.mesh import AXES
 from simulator.specs.plan import Offload, StepMode
 from simulator.specs.program import Program, Task
-from simulator.workload import RankWork, lower, rank_work
+from simulator.workload import RankWork, lower, rank_work, works_of_rank
 
 # Batches differ from step to step; so many of an epoch's steps are lowered, matched and counted in memory.
 MOST_STEPS = 4
@@ -232,19 +232,24 @@ def _rehearsals(
     for number, rank in enumerate(ranks):
         on_progress(f"step of rank {rank}, {number + 1} of {len(ranks)}")
         tasks: Sequence[Task] = program.tasks[rank]
-        work = works[rank]
+        own = works_of_rank(file.plan, works, rank)
         if inputs is not None and file.plan.sampled is not None:
-            tasks, work = _as_drawn(file, works, inputs, rank)
-        found.append(rehearse(file, rank, tasks, work=work, inputs=inputs))
+            tasks, own = _as_drawn(file, works, inputs, rank)
+        found.append(rehearse(file, rank, tasks, works=own, inputs=inputs))
     return found
 
 
-def _as_drawn(file: PlanFile, works: Sequence[RankWork], inputs: Inputs, rank: int) -> tuple[Sequence[Task], RankWork]:
+def _as_drawn(
+    file: PlanFile, works: Sequence[RankWork], inputs: Inputs, rank: int
+) -> tuple[Sequence[Task], tuple[RankWork, ...]]:
     """Return tasks and counts of a rank for the very sample that it draws; the plan counts what is to be expected."""
-    work = sampled_work(file.plan, file.model, inputs, rank=rank, step=STEP, seed=file.train.seed)
-    known = [work if other == rank else each for other, each in enumerate(works)]
+    plan, known = file.plan, list(works)
+    for micro_batch in range(plan.num_micro_batches):
+        known[micro_batch * plan.num_ranks + rank] = sampled_work(
+            *(plan, file.model, inputs), rank=rank, step=STEP, seed=file.train.seed, micro_batch=micro_batch
+        )
     program = lower(file.plan, file.graph, file.model, file.cluster, step=STEP, seed=file.train.seed, works=known)
-    return program.tasks[rank], work
+    return program.tasks[rank], works_of_rank(plan, known, rank)
 
 
 def _not_run(file: PlanFile, classes: Sequence[int], rehearsals: Sequence[Rehearsal], *, has_graph: bool) -> list[str]:

@@ -2,9 +2,9 @@
 
 import datetime
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from simulator.errors import RunError
 from simulator.specs.cluster import DeviceKind
 from simulator.specs.mesh import AXES, ROW_AXES, MeshShape
 from simulator.specs.plan import Plan
+from simulator.specs.program import Phase
 
 # After which torch gives a collective up, where no heartbeat ends the ranks earlier, as in a calibration: its
 # collectives take milliseconds, and a rank is late by what it measures alone.
@@ -46,6 +47,12 @@ class Place:
             alone.
         tensor_mesh: the axis "tp"; None when that is this rank alone.
         row_mesh: one axis of the ranks over which gradients are summed; None where nothing needs it.
+        pipeline_rank: position on the axis "pp".
+        pipeline_group: process group of the ranks that share the layers of a replica, for the same rows, heads and
+            columns; None when that is this rank alone.
+        channels: process groups of these same ranks for messages between stages, by phase, and whether they go to a
+            rank behind or ahead: those of one way do not wait for those of another. Empty without stages.
+        model_group: process group of the ranks that hold one whole model together; None when that is this rank alone.
     """
 
     rank: int
@@ -64,6 +71,10 @@ class Place:
     gradient_group: dist.ProcessGroup | None = None
     tensor_mesh: DeviceMesh | None = None
     row_mesh: DeviceMesh | None = None
+    pipeline_rank: int = 0
+    pipeline_group: dist.ProcessGroup | None = None
+    channels: Mapping[tuple[Phase, bool], dist.ProcessGroup] = field(default_factory=dict)
+    model_group: dist.ProcessGroup | None = None
 
 
 def device_of(kind: DeviceKind, local_rank: int) -> torch.device:
@@ -90,6 +101,7 @@ def mesh_choices(plan: Plan) -> dict[str, Any]:
         "data_parallel_degree": plan.data_parallel_degree,
         "graph_parallel_degree": plan.graph_parallel_degree,
         "tensor_parallel_degree": plan.tensor_parallel_degree,
+        "pipeline_parallel_degree": plan.pipeline_parallel_degree,
         "shards_parameters": plan.shares_out,
         "ranks_per_host": plan.ranks_per_host,
         "part_groups": plan.part_groups,
@@ -106,6 +118,7 @@ def joined_mesh(
     data_parallel_degree: int = 1,
     graph_parallel_degree: int = 1,
     tensor_parallel_degree: int = 1,
+    pipeline_parallel_degree: int = 1,
     shards_parameters: bool = False,
     timeout_seconds: float = COLLECTIVE_TIMEOUT_SECONDS,
     cpu_affinity: bool = True,
@@ -125,7 +138,9 @@ def joined_mesh(
         part_groups: ranks that serve a part together; a group of each is made.
     """
     device = device_of(kind, local_rank)
-    shape = MeshShape(dp=data_parallel_degree, gp=graph_parallel_degree, tp=tensor_parallel_degree)
+    shape = MeshShape(
+        dp=data_parallel_degree, pp=pipeline_parallel_degree, gp=graph_parallel_degree, tp=tensor_parallel_degree
+    )
     num_ranks = shape.num_ranks
     num_local_ranks = min(num_ranks, int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)))
     cores = cores_of_rank(device.type, local_rank, num_local_ranks) if cpu_affinity else None
@@ -144,8 +159,12 @@ def joined_mesh(
             return
         with _process_groups(backend or kind.backend, store, rank, num_ranks) as world:
             mesh = init_device_mesh(device.type, shape.sizes, mesh_dim_names=AXES)
-            row_mesh = _row_mesh(mesh, shape) if shape.tp > 1 or shards_parameters else None
-            gradient_group = world if shape.tp == 1 else None if row_mesh is None else row_mesh.get_group()
+            shares_model = shape.tp * shape.pp > 1
+            row_mesh = _row_mesh(mesh, shape) if shares_model or shards_parameters else None
+            gradient_group = world if not shares_model else None if row_mesh is None else row_mesh.get_group()
+            pipeline_group = mesh.get_group("pp") if shape.pp > 1 else None
+            channels = _channels(shape, rank)
+            model_group = _model_group(mesh, shape, rank)
             host_group = _host_group(rank, num_ranks, ranks_per_host)
             part_group = _part_group(rank, part_groups)
             place = Place(
@@ -165,8 +184,13 @@ def joined_mesh(
                 gradient_group=gradient_group,
                 tensor_mesh=mesh["tp"] if shape.tp > 1 else None,
                 row_mesh=row_mesh,
+                pipeline_rank=mesh.get_local_rank("pp"),
+                pipeline_group=pipeline_group,
+                channels=channels,
+                model_group=model_group,
             )
-            for group in (world, *mesh.get_all_groups(), place.graph_group, gradient_group, host_group, part_group):
+            own_groups = (place.graph_group, gradient_group, host_group, part_group, model_group, *channels.values())
+            for group in (world, *mesh.get_all_groups(), *own_groups):
                 if group is not None:
                     set_timeout(group, datetime.timedelta(seconds=timeout_seconds))
             yield place
@@ -186,7 +210,32 @@ def _graph_group(mesh: DeviceMesh, shape: MeshShape, rank: int) -> dist.ProcessG
         return None
     if shape.gp < shape.size(ROW_AXES):
         return mesh.get_group("gp")
-    members = sorted({shape.group(("gp",), other) for other in range(shape.num_ranks)})
+    return _new_group(shape, ("gp",), rank)
+
+
+def _channels(shape: MeshShape, rank: int) -> dict[tuple[Phase, bool], dist.ProcessGroup]:
+    """Return the groups for messages between stages.
+
+    NCCL runs messages of a group between two ranks in the order of their calls, whichever way they go: in one group for
+    all, both ranks might send first and wait for the other to receive.
+    """
+    if shape.pp == 1:
+        return {}
+    ways = [(phase, is_ahead) for phase in (Phase.FORWARD, Phase.BACKWARD) for is_ahead in (True, False)]
+    return {way: _new_group(shape, ("pp",), rank) for way in ways}
+
+
+def _model_group(mesh: DeviceMesh, shape: MeshShape, rank: int) -> dist.ProcessGroup | None:
+    """Return the group of the ranks that hold one whole model together."""
+    if shape.pp > 1 and shape.tp > 1:
+        return _new_group(shape, ("pp", "tp"), rank)
+    axis = "pp" if shape.pp > 1 else "tp"
+    return mesh.get_group(axis) if shape.size((axis,)) > 1 else None
+
+
+def _new_group(shape: MeshShape, axes: Collection[str], rank: int) -> dist.ProcessGroup:
+    """Return a group of its own along some axes; every rank makes the groups of all."""
+    members = sorted({shape.group(axes, other) for other in range(shape.num_ranks)})
     groups: list[dist.ProcessGroup] = [dist.new_group(list(ranks)) for ranks in members]
     return next(group for group, ranks in zip(groups, members, strict=True) if rank in ranks)
 

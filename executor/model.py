@@ -2,7 +2,7 @@
 
 import contextlib
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -72,6 +72,15 @@ class ForwardSettings:
     attend: Callable[[Mapping[str, Tensor], Tensor, Tensor], Tensor] | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class StageLayers:
+    """What a stage of a pipeline runs: its layers, the input before the first one and the head behind the last one."""
+
+    layers: range
+    is_first: bool
+    is_last: bool
+
+
 class Layer(nn.Module):
     """Parameters of one pre-norm layer; keys have no bias, since its true gradient is zero."""
 
@@ -128,15 +137,38 @@ class GraphTransformer(nn.Module):
             self.add_module(f"layer{index}", Layer(model))
         self.head = Head(graph, model)
 
+    def keep(self, stages: Sequence["StageLayers"]) -> None:
+        """Forget the parameters of all but some stages."""
+        kept = {f"layer{index}" for stage in stages for index in stage.layers}
+        kept |= {"input"} if any(stage.is_first for stage in stages) else set()
+        kept |= {"head"} if any(stage.is_last for stage in stages) else set()
+        for name, _ in list(self.named_children()):
+            if name not in kept:
+                delattr(self, name)
+
     def forward(self, data: RankData, settings: ForwardSettings) -> Tensor:
         """Return the logits of this rank's nodes, of samples the seeds, [N, classes], in the precision of `data`."""
-        h_ND, before = self._input(data, settings), None
-        for index in range(self.model.num_layers):
+        whole = StageLayers(layers=range(self.model.num_layers), is_first=True, is_last=True)
+        return self.run_stage(whole, None, data, settings)
+
+    def run_stage(self, stage: "StageLayers", h_ND: Tensor | None, data: RankData, settings: ForwardSettings) -> Tensor:
+        """Return the rows that a stage makes of those that it gets, or logits if it is the last one.
+
+        Args:
+            h_ND: rows that the stage before gave; None for the first one.
+        """
+        if stage.is_first:
+            h_ND = self._input(data, settings)
+        assert h_ND is not None, "a stage behind another gets its rows"
+        before = None
+        for index in stage.layers:
             away = self._offload_of(index, settings)
             body = partial(self._layer_with_memory, index, data=data, settings=settings, away=away)
             h_ND = self.get_submodule(f"layer{index}")(h_ND, body)
             _settle(before, h_ND)
             before = away
+        if not stage.is_last:
+            return h_ND
         run, head = self.recorder.run, self._weights_of(settings, "head")
         h_ND = run("head.norm", operations.LAYER_NORM, h_ND, head["norm.weight"], head["norm.bias"])
         logits_NC: Tensor = run("head.linear", operations.LINEAR, h_ND, head["linear.weight"], head["linear.bias"])

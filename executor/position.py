@@ -8,7 +8,8 @@ class Position:
     """Where the main thread of a rank is; the thread of `executor/heartbeat.py` reads it.
 
     All ranks of a plan note the same moments and collectives in the same order, so the rank that has reached the fewest
-    is the one that the others wait for.
+    is the one that the others wait for. Ranks of a pipeline have other layers and another order, so of a step they note
+    the passes instead, of which all have as many.
 
     Attributes:
         moment: part of the run, such as "step 7" or "the batch of step 7".
@@ -17,13 +18,14 @@ class Position:
         is_waiting: whether this rank waits for others, as far as the host knows.
     """
 
-    __slots__ = ("is_waiting", "moment", "num_reached", "task")
+    __slots__ = ("_is_in_pass", "is_waiting", "moment", "num_reached", "task")
 
     def __init__(self) -> None:
         self.moment = "the start of the run"
         self.task = ""
         self.num_reached = 0
         self.is_waiting = False
+        self._is_in_pass = False
 
     def __str__(self) -> str:
         task = self.task
@@ -39,13 +41,21 @@ class Position:
     def enter(self, collective: str) -> None:
         """Note that a collective begins, or another wait for the other ranks."""
         self.task = collective
-        self.num_reached += 1
+        self.num_reached += not self._is_in_pass
         self.is_waiting = True
 
     def leave(self) -> None:
         """Note that the collective is over for this rank's host."""
         self.is_waiting = False
         self.task = f"what follows {self.task}"
+
+    @contextlib.contextmanager
+    def passing(self) -> Iterator[None]:
+        """Note that what runs inside is one pass of a stage; its collectives are not counted."""
+        self.num_reached += 1
+        self._is_in_pass = True
+        yield
+        self._is_in_pass = False
 
     @contextlib.contextmanager
     def waiting(self, name: str) -> Iterator[None]:

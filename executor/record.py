@@ -91,7 +91,7 @@ class Recorder:
             [str, Callable[..., Sequence[torch.Tensor]], Sequence[Any], Sequence[torch.Tensor]], None
         ]
         self.remember = _forget
-        self._prefix = ""
+        self._prefix = self._scope = ""
         self._marks: list[Mark] = []
         self._open: Mark | None = None
 
@@ -109,9 +109,16 @@ class Recorder:
         self.is_on = False
         return self._marks
 
+    @contextlib.contextmanager
+    def inside(self, scope: str) -> Iterator[None]:
+        """Begin the names of tasks inside with the name of a pass, but for those of updates."""
+        self._scope = scope
+        yield
+        self._scope = ""
+
     def run(self, name: str, operation: Operation, *arguments: Any) -> Any:
         """Return what the operation makes of the arguments, marked as a task forward and backward."""
-        self.position.task = name
+        self.position.task = self._scope + name
         if not self.is_on:
             return self.compute(name, operation, arguments)
         shape = operation.shape(*arguments)
@@ -141,9 +148,9 @@ class Recorder:
             The mark, for `follow`; None while nothing is marked.
         """
         if group:
-            self.position.enter(task_name(name, phase))
+            self.position.enter(self._full_name(name, phase))
         else:
-            self.position.task = name
+            self.position.task = self._full_name(name, Phase.FORWARD)
         mark = self._begin(name, kind, phase, shape, group, dtype) if self.is_on else None
         yield mark
         if group:
@@ -158,7 +165,9 @@ class Recorder:
             again: begin it also where it is the one that is open.
         """
         self.position.task = name
-        if self.is_on and (again or self._open is None or self._open.name != self._prefix + task_name(name, phase)):
+        if self.is_on and (
+            again or self._open is None or self._open.name != self._prefix + self._full_name(name, phase)
+        ):
             self._begin(name, kind, phase, shape, dtype=Dtype.FLOAT32)
 
     def shaped(self, shape: tuple[int, ...]) -> None:
@@ -228,7 +237,7 @@ class Recorder:
 
         def begin(_: object) -> None:
             if self.is_on:
-                self.position.task = task_name(name, Phase.BACKWARD)
+                self.position.task = self._full_name(name, Phase.BACKWARD)
                 self._begin(name, kind, Phase.BACKWARD, shape)
 
         tensor.grad_fn.register_prehook(begin)
@@ -245,10 +254,13 @@ class Recorder:
         self._close()
         is_single = phase is Phase.UPDATE or kind in HOST_COPIES
         dtype = dtype or (Dtype.FLOAT32 if is_single else self.precision)
-        full_name = self._prefix + task_name(name, phase)
+        full_name = self._prefix + self._full_name(name, phase)
         mark = Mark(name=full_name, kind=kind, phase=phase, shape=shape, dtype=dtype, group=group)
         self._enter(mark)
         return mark
+
+    def _full_name(self, name: str, phase: Phase) -> str:
+        return ("" if phase is Phase.UPDATE else self._scope) + task_name(name, phase)
 
     def _enter(self, mark: Mark) -> None:
         self._open = mark

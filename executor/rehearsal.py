@@ -62,12 +62,14 @@ class Rehearsal:
     unchecked: tuple[str, ...]
 
 
-def rehearse(file: PlanFile, rank: int, tasks: Sequence[Task], *, work: RankWork, inputs: Inputs | None) -> Rehearsal:
+def rehearse(
+    file: PlanFile, rank: int, tasks: Sequence[Task], *, works: Sequence[RankWork], inputs: Inputs | None
+) -> Rehearsal:
     """Run a step of one rank without numbers and without its peers; hold it against its program.
 
     Args:
         tasks: of the rank in step `STEP`, as lowered.
-        work: what it holds then.
+        works: what it holds then of each micro-batch.
         inputs: of the run; None where the graph is not here, and counts must do.
     """
     plan = file.plan
@@ -84,7 +86,7 @@ def rehearse(file: PlanFile, rank: int, tasks: Sequence[Task], *, work: RankWork
     recorder = Recorder(precision=plan.precision)
     with mesh as place:
         try:
-            marks, calls = _run_step(file, place, recorder, work, inputs)
+            marks, calls = _run_step(file, place, recorder, works, inputs)
         except _UNABLE as error:
             return Rehearsal(rank=rank, findings=(), unchecked=(f"{recorder.position}: {_first_line(error)}",))
         # Any error of a step would be one of the run: what it says of shapes is what is wanted.
@@ -114,7 +116,7 @@ def _real_meshes() -> Iterator[None]:
 
 
 def _run_step(
-    file: PlanFile, place: Place, recorder: Recorder, work: RankWork, inputs: Inputs | None
+    file: PlanFile, place: Place, recorder: Recorder, works: Sequence[RankWork], inputs: Inputs | None
 ) -> tuple[list[Mark], CollectiveCalls]:
     """Make a rank's state and run a step; return what was marked and which collectives were called."""
     plan, calls = file.plan, CollectiveCalls()
@@ -125,26 +127,35 @@ def _run_step(
         trainer = Trainer(plan, file.graph, file.model, train, inputs or _no_inputs(), place, recorder)
     with contextlib.closing(trainer):
         recorder.start()
-        data = _data(file, place, trainer, mode, work, from_graph=inputs is not None)
+        batches = _batches(file, place, trainer, mode, works, from_graph=inputs is not None)
         with mode, calls:
-            trainer.step(STEP, data)
+            trainer.step(STEP, *batches)
         marks = recorder.stop()
         if inputs is not None and plan.prefetch_batches > 0:
             marks.insert(0, _made_ahead(trainer))
     return marks, calls
 
 
-def _data(
-    file: PlanFile, place: Place, trainer: Trainer, mode: FakeTensorMode, work: RankWork, *, from_graph: bool
-) -> RankData:
+def _batches(
+    file: PlanFile,
+    place: Place,
+    trainer: Trainer,
+    mode: FakeTensorMode,
+    works: Sequence[RankWork],
+    *,
+    from_graph: bool,
+) -> Sequence[RankData]:
     if from_graph:
-        data = trainer.batch(STEP)
-        _ = data.sparse and data.sparse.num_entries  # counted while there are numbers
-        return data
-    sparse = counted_features(file.graph, work)
-    with mode:
-        dtype = TORCH_DTYPES[file.plan.precision]
-        return counted_data(file.plan, file.graph, file.model, work, place, dtype=dtype, sparse=sparse)
+        batches = trainer.micro_batches(STEP)
+        for data in batches:
+            _ = data.sparse and data.sparse.num_entries  # counted while there are numbers
+        return batches
+    dtype, found = TORCH_DTYPES[file.plan.precision], []
+    for work in works:
+        sparse = counted_features(file.graph, work)
+        with mode:
+            found.append(counted_data(file.plan, file.graph, file.model, work, place, dtype=dtype, sparse=sparse))
+    return found
 
 
 def _made_ahead(trainer: Trainer) -> Mark:

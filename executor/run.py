@@ -368,9 +368,9 @@ def train_loop(
             with tracer.step(step) if is_traced else contextlib.nullcontext():
                 clock.start()
                 started = time.perf_counter()
-                data = trainer.batch(step)
+                batches = trainer.micro_batches(step)
                 data_seconds += time.perf_counter() - started
-                history.add_loss(trainer.step(step, data))
+                history.add_loss(trainer.step(step, *batches))
                 clock.stop()
             is_last = step == train.num_steps - 1
             if (step + 1) % train.evaluate_every_steps == 0 or is_last:

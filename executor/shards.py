@@ -9,6 +9,7 @@ DTensors again, so that they are read on any number of ranks.
 from collections.abc import Callable, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -50,13 +51,15 @@ class RankParameters:
     Attributes:
         own: by name, leaves of autograd that share memory with the model's parameters; where these are no DTensors, the
             parameters themselves. Of shared-out parameters, this rank's share.
-        shapes: by name, of the whole parameters.
+        shapes: by name, of the whole parameters, those of other stages too.
 
     Args:
-        model: whose parameters were split and shared out, if they are to be.
+        model: whose parameters were split and shared out, if they are to be; without those of other stages.
         shapes: as the attribute.
         tensor_mesh: the axis "tp"; None for one rank.
         row_mesh: the ranks among which parameters are shared out; None where they are not.
+        pipeline_group: ranks that hold the other stages; None where there is one stage.
+        rank_of: gives the place in that group of the rank that holds a parameter.
     """
 
     def __init__(
@@ -65,11 +68,15 @@ class RankParameters:
         shapes: Mapping[str, tuple[int, ...]],
         tensor_mesh: DeviceMesh | None,
         row_mesh: DeviceMesh | None = None,
+        pipeline_group: dist.ProcessGroup | None = None,
+        rank_of: Callable[[str], int] = lambda _: 0,
     ) -> None:
         self.shapes = dict(shapes)
         self._tensor_mesh, self._row_mesh = tensor_mesh, row_mesh
         self._models = dict(model.named_parameters())
-        assert list(self._models) == list(self.shapes), (list(self._models), list(self.shapes))
+        self._pipeline_group, self._rank_of = pipeline_group, rank_of
+        mine = [name for name in self.shapes if pipeline_group is None or rank_of(name) == pipeline_group.rank()]
+        assert list(self._models) == mine, (list(self._models), mine)
         self.own = {name: _leaf(parameter) for name, parameter in self._models.items()}
 
     @property
@@ -115,6 +122,21 @@ class RankParameters:
             by_run = found.unflatten(dim, (runs, -1))
             whole = (*shape[:dim], runs, shape[dim] // runs, *shape[dim + 1 :])
             found = _gathered(by_run, self._tensor_mesh, dim + 1, whole).flatten(dim, dim + 1)
+        return found
+
+    def gathered(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return whole what ranks have of their parameters, by name, or of tensors like them; all ranks call it."""
+        if self._pipeline_group is None:
+            return {name: self.whole(name, tensors[name]) for name in self.shapes if name in tensors}
+        # Ranks of a stage gather together, so each stage is done before any is told.
+        mine = {name: self.whole(name, tensor) for name, tensor in tensors.items()}
+        like, found = next(iter(tensors.values())), {}
+        for name, shape in self.shapes.items():
+            whole = (
+                mine[name].contiguous() if name in mine else torch.empty(shape, dtype=like.dtype, device=like.device)
+            )
+            dist.broadcast(whole, group=self._pipeline_group, group_src=self._rank_of(name))
+            found[name] = whole
         return found
 
     def share(self, name: str, whole: Tensor) -> Tensor:

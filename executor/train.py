@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
-from executor.batches import Batches
+from executor.batches import Batches, batch_shape
 from executor.clipping import SharedClip, clip_flat_gradient_
 from executor.data import Inputs as Inputs
 from executor.data import RankData
@@ -23,6 +23,7 @@ from executor.mesh import Place
 from executor.model import ForwardSettings, GraphTransformer
 from executor.offload import HostMemory
 from executor.parallel import FlatGradients
+from executor.pipeline import Pipeline, stage_layers
 from executor.record import Recorder
 from executor.shards import RankParameters, split_tensors
 from executor.shared_out import SharedOutGradients, give_up_whole, share_out
@@ -75,6 +76,7 @@ class Trainer:
         self.recorder = recorder
         torch.manual_seed(train.seed)  # parameters are drawn on the CPU, so alike on every rank and device
         drawn = GraphTransformer(graph, model, recorder)
+        drawn.keep([stage_layers(plan, stage) for stage in plan.stages_of(place.pipeline_rank)])
         self.model = drawn if place.device.type == "cpu" else drawn.to(place.device)  # fake tensors cannot be moved
         if place.tensor_mesh is not None:
             split_tensors(self.model, place.tensor_mesh)
@@ -85,7 +87,10 @@ class Trainer:
             dict(parameter_shapes(graph, model)),
             place.tensor_mesh,
             place.row_mesh if plan.shares_out else None,
+            place.pipeline_group,
+            lambda name: plan.stage_of(name) % plan.pipeline_parallel_degree,
         )
+        self.pipeline = Pipeline(plan, self.model, recorder, place)
         self.gradients = self._made_gradients()
         # What changes from step to step lies on the device, where a CUDA graph reads it.
         rate_device = "cpu" if plan.offload_optimizer else place.device
@@ -134,14 +139,30 @@ class Trainer:
             compression=plan.gradient_compression,
         )
 
-    def step(self, step: int, data: RankData) -> Tensor:
-        """Update the parameters once; return the loss of all ranks as a tensor on the device."""
+    def step(self, step: int, *batches: RankData) -> Tensor:
+        """Update the parameters once; return the loss of all ranks as a tensor on the device.
+
+        Args:
+            batches: the micro-batches of the step.
+        """
         self.recorder.position.reach(f"step {step + 1}")
         self.learning_rate.fill_(self.train_spec.learning_rate * self._rate_factor(step))
         self.dropout_word.fill_(key_number(self.train_spec.seed, step))
         if self._is_replayed and not self.recorder.is_on:
             return self._captured_functions()[0]()
+        if self.plan.cuts_steps:
+            return self._update_in_passes(batches)
+        (data,) = batches
         return self._update_on(data, self.settings)
+
+    def _update_in_passes(self, batches: Sequence[RankData]) -> Tensor:
+        """Update the parameters by the gradients of several micro-batches, or of this rank's stages."""
+        assert len(batches) == self.plan.num_micro_batches, f"a step takes all micro-batches, got {len(batches)}"
+        loss = self.pipeline.train(batches, replace(self.settings, dropout_word=self.dropout_word))
+        self.gradients.begin(loss)
+        step_loss = self.pipeline.sum_loss(self.gradients.reduce())
+        self.update()
+        return step_loss
 
     @property
     def _is_replayed(self) -> bool:
@@ -180,8 +201,12 @@ class Trainer:
         return self._captured
 
     def _is_right(self, data: RankData, settings: ForwardSettings) -> Tensor:
-        logits_NC: Tensor = self.model(data, settings)
-        return logits_NC.argmax(1) == data.label_N
+        if self.plan.pipeline_parallel_degree == 1:
+            logits_NC: Tensor = self.model(data, settings)
+            return logits_NC.argmax(1) == data.label_N
+        made_NC = self.pipeline.evaluate(data, settings)
+        is_last = self.plan.num_stages - 1 in self.plan.stages_of(self.place.pipeline_rank)
+        return made_NC.argmax(1) == data.label_N if is_last else torch.zeros_like(data.label_N, dtype=torch.bool)
 
     def update(self) -> None:
         """Clip the gradients, move the parameters, forget the gradients."""
@@ -207,7 +232,7 @@ class Trainer:
     def _shared_clip(self) -> SharedClip | None:
         """Return what clips gradients that several ranks share; None where each has all of them."""
         parameters = self.parameters
-        group = self.place.world if self.plan.shares_out else self.place.tensor_group
+        group = self.place.world if self.plan.shares_out else self.place.model_group
         if group is None:
             return None
         weights = [1.0 if parameters.is_split(name) else 1 / parameters.tensor_degree for name in parameters.own]
@@ -217,10 +242,11 @@ class Trainer:
         """Return copies of all parameters on the CPU, whole; every rank calls this together."""
         own = self.parameters.own
         with self.recorder.position.waiting("the parameters of all ranks"):
-            return {name: self.parameters.whole(name, value.detach()).cpu().clone() for name, value in own.items()}
+            found = self.parameters.gathered({name: value.detach() for name, value in own.items()})
+            return {name: value.cpu().clone() for name, value in found.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that later steps depend on beside their numbers and the specs; it is alike on every rank.
+        """Return all that later steps depend on beside their numbers and the specs; it is alike on ranks of a stage.
 
         Returns:
             Tables of the tensors in use, by the parameters' names: "model" and "optimizer", DTensors where ranks share
@@ -273,17 +299,21 @@ class Trainer:
         }
 
     def batch(self, step: int) -> RankData:
-        """Return this rank's share of a step's batch; where it is made in the step, that is one of its tasks.
+        """Return this rank's share of a step's first micro-batch, as `micro_batches` does."""
+        return self.micro_batches(step)[0]
+
+    def micro_batches(self, step: int) -> Sequence[RankData]:
+        """Return this rank's share of a step's micro-batches; if they are made in the step, that is one of its tasks.
 
         Raises:
             Exception: what making it raised, here or in the thread that makes batches ahead.
         """
         if not self.plan.loads_batches or self.plan.prefetch_batches > 0:
-            return self.batches.of_step(step)
+            return self.batches.micro_batches(step)
         with self.recorder.task("batch", self.batch_kind, Phase.FORWARD, ()):
-            data = self.batches.of_step(step)
-            self.recorder.shaped(data.batch_shape(self.graph.num_nodes))
-        return data
+            batches = self.batches.micro_batches(step)
+            self.recorder.shaped(batch_shape(batches, self.graph.num_nodes))
+        return batches
 
     @property
     def batch_kind(self) -> TaskKind:
@@ -320,6 +350,8 @@ class Trainer:
             totals = torch.tensor([[int(right), int(total)] for right, total in counts], device=self.place.device)
             if self.place.gradient_group is not None:
                 dist.all_reduce(totals, group=self.place.gradient_group)
+            if self.place.pipeline_group is not None:  # ranks of the last stage alone know what is right
+                dist.all_reduce(totals, op=dist.ReduceOp.MAX, group=self.place.pipeline_group)
             train, val, test = (right / max(total, 1) for right, total in totals.tolist())
         return Evaluation(train_accuracy_ratio=train, val_accuracy_ratio=val, test_accuracy_ratio=test)
 

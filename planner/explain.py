@@ -53,7 +53,8 @@ def description(plan: Plan) -> str:
         isolated = "" if plan.between_edges else "isolated "
         batch = f"{plan.data_parallel_degree} x {plan.parts_per_batch} of {plan.partition.num_parts} {isolated}clusters"
         batch += group + (", kept on the device" if plan.keep_batches else "")
-    return f"{ranks}: {batch}{_tensor_text(plan)}, {plan.precision.value}{_memory_text(plan)}{_gradients_text(plan)}"
+    spread = f"{_tensor_text(plan)}{_pipeline_text(plan)}"
+    return f"{ranks}: {batch}{spread}, {plan.precision.value}{_memory_text(plan)}{_gradients_text(plan)}"
 
 
 def _memory_text(plan: Plan) -> str:
@@ -75,6 +76,14 @@ def _tensor_text(plan: Plan) -> str:
     """Return how many ranks share heads, where several do, and a comma before it."""
     degree = plan.tensor_parallel_degree
     return f", heads on {degree} ranks each" if degree > 1 else ""
+
+
+def _pipeline_text(plan: Plan) -> str:
+    """Return into how many stages and micro-batches a step is cut, where it is, and a comma before it."""
+    stages = ""
+    if plan.pipeline_parallel_degree > 1:
+        stages = f", {plan.num_stages} stages on {plan.pipeline_parallel_degree} ranks ({plan.pipeline_schedule})"
+    return stages + (f", {plan.num_micro_batches} micro-batches" if plan.num_micro_batches > 1 else "")
 
 
 def _gradients_text(plan: Plan) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from planner.balance import stages_by_cost
 from planner.bounds import lower_bound_seconds
 from planner.explain import Breakdown, breakdown, description, reason_lost
 from planner.neighbourhoods import expected_batches
@@ -96,16 +97,16 @@ def find_plan(
 
     neighbourhoods: dict[int, SampledBatches] = {}
 
-    def sampled(data_parallel_degree: int) -> SampledBatches:
-        if data_parallel_degree not in neighbourhoods:
-            neighbourhoods[data_parallel_degree] = expected_batches(
+    def sampled(batches_per_step: int) -> SampledBatches:
+        if batches_per_step not in neighbourhoods:
+            neighbourhoods[batches_per_step] = expected_batches(
                 graph,
                 search.fan_outs,
                 seeds_per_batch=search.seeds_per_batch,
-                data_parallel_degree=data_parallel_degree,
+                data_parallel_degree=batches_per_step,
                 seed=search.seed,
             )
-        return neighbourhoods[data_parallel_degree]
+        return neighbourhoods[batches_per_step]
 
     def shared(spec_of_cut: PartitionSpec, part_ranks: tuple[int, ...]) -> PartShares:
         part_N = read_partition(spec_of_cut, folder=folder, num_nodes=graph.num_nodes)
@@ -122,9 +123,20 @@ def find_plan(
         return replace(plan, beyond_cache_ratio=cache_ratios[key])
 
     costs = pricing(cluster, calibration)
+    stages: dict[tuple[object, ...], tuple[int, ...]] = {}
+
+    def balance(plan: Plan, num_stages: int) -> tuple[int, ...]:
+        # What of a plan decides the cost of a layer against that of others, in one cut of the graph.
+        key = (num_stages, plan.partition.num_parts, plan.parts_per_batch, plan.recompute, plan.precision, plan.sampled)
+        if key not in stages:
+            stages[key] = stages_by_cost(costs, plan, spec, model, num_stages)
+        return stages[key]
+
     rejected: Counter[str] = Counter()
     misfits: list[tuple[int, str]] = []
-    plans = map(with_cache_ratio, candidates(spec, model, cluster, search, cut, sampled, shared))
+    plans = map(
+        with_cache_ratio, candidates(spec, model, cluster, search, cut, sampled, shared=shared, balance=balance)
+    )
     priced = list(_price_all(costs, spec, model, train, plans, rejected, misfits, on_progress))
     if not priced:
         reasons = "; ".join(f"{reason} ({count})" for reason, count in rejected.most_common(3))

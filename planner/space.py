@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, assert_never
 
+from planner.balance import balanced_stages
 from planner.shares import part_loads, ranks_by_load
 from simulator.constraints import step_mode_of, tensor_degree_fits
 from simulator.gradients import gradient_buckets
@@ -20,6 +21,7 @@ from simulator.specs.plan import (
     Offload,
     ParameterSharding,
     PartitionSpec,
+    PipelineSchedule,
     Plan,
     Recompute,
     SampledBatches,
@@ -60,6 +62,7 @@ def candidates(
     partition: Callable[[int], PartitionSpec],
     sampled: Callable[[int], SampledBatches] | None = None,
     shared: Callable[[PartitionSpec, tuple[int, ...]], PartShares] | None = None,
+    balance: Callable[[Plan, int], tuple[int, ...]] | None = None,
 ) -> Iterator[Plan]:
     """Yield every plan of the search space, legal or not, those on fewer ranks first.
 
@@ -68,28 +71,37 @@ def candidates(
 
     Args:
         partition: gives the cut into so many parts; it is asked only for cuts that some candidate needs.
-        sampled: gives the sampled batches of so many replicas; needed where the search names them.
+        sampled: gives the sampled batches of so many batches a step; needed where the search names them.
         shared: gives what ranks own of a cut of which each part has so many; needed where the search names numbers of
             parts.
+        balance: gives the layers of so many stages of a plan that has none; None for layers that cost the same.
     """
     meshes = (
-        (num_ranks, degree)
+        (num_ranks, degree, pipeline)
         for num_ranks in rank_counts(cluster, search)
         for degree in tensor_degrees(num_ranks, model, cluster, search)
+        for pipeline in _pipelines(num_ranks // degree, model, search)
     )
-    for num_ranks, tensor_degree in meshes:
-        num_row_ranks = num_ranks // tensor_degree
+    for num_ranks, tensor_degree, pipeline in meshes:
+        num_row_ranks = num_ranks // (tensor_degree * pipeline.degree)
         reductions = list(_reductions(graph, model, cluster, search, num_row_ranks))
         for batches in _batches(num_row_ranks, search, cluster, shares_heads=tensor_degree > 1):
             replicas = num_row_ranks // batches.graph_parallel_degree
             cut = partition(batches.num_parts)
             is_full_graph = batches.kind is BatchKind.FULL_GRAPH
             step_mode = step_mode_of(num_ranks=num_ranks, is_full_graph=is_full_graph, cluster=cluster)
+            if is_full_graph and pipeline.num_micro_batches > 1:
+                continue
             has_shares = is_full_graph and batches.num_parts < num_row_ranks
             if has_shares:
+                if pipeline.degree > 1:
+                    continue
                 assert shared is not None, "what ranks of shared parts own is counted in the graph"
                 cut = replace(cut, shares=shared(cut, ranks_by_load(part_loads(cut.parts), num_row_ranks)))
-            crosses_hosts = is_full_graph and not has_shares and cut.hosts is not None and tensor_degree == 1
+            if pipeline.degree > 1 or pipeline.num_micro_batches > 1:
+                step_mode = StepMode.EAGER
+            is_plain = tensor_degree * pipeline.degree == 1 and not has_shares
+            crosses_hosts = is_full_graph and cut.hosts is not None and is_plain
             exchanges = list(_exchanges(batches.graph_parallel_degree, search, crosses_hosts=crosses_hosts))
             if has_shares:
                 exchanges = [(Exchange.HALO, dict(_PLAIN_EXCHANGE))]
@@ -99,7 +111,9 @@ def candidates(
             ):
                 if not _shortens(choices["exchange_precision"], precision):
                     continue
-                yield Plan(
+                if pipeline.cuts_steps and (reduction.overlaps or reduction.sharding is not ParameterSharding.NONE):
+                    continue
+                plan = Plan(
                     data_parallel_degree=replicas,
                     graph_parallel_degree=batches.graph_parallel_degree,
                     tensor_parallel_degree=tensor_degree,
@@ -113,11 +127,71 @@ def candidates(
                     gradient_compression=reduction.compression,
                     **({"step_mode": step_mode} | memory),
                     between_edges=batches.kind is not BatchKind.ISOLATED_CLUSTERS,
-                    sampled=sampled(replicas) if sampled and batches.kind is BatchKind.SAMPLED else None,
+                    num_micro_batches=pipeline.num_micro_batches,
+                    sampled=sampled(replicas * pipeline.num_micro_batches)
+                    if sampled and batches.kind is BatchKind.SAMPLED
+                    else None,
                     keep_batches=batches.are_kept,
                     prefetch_batches=batches.num_prefetched,
                     **choices,
                 )
+                yield _in_stages(plan, pipeline, balance or _evenly)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pipeline:
+    """How a candidate cuts layers and batches.
+
+    Attributes:
+        degree, schedule, num_micro_batches: as in `Plan`.
+        stages_per_rank: more than one where they are interleaved.
+    """
+
+    degree: int = 1
+    schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
+    stages_per_rank: int = 1
+    num_micro_batches: int = 1
+
+    @property
+    def cuts_steps(self) -> bool:
+        """Whether a step is several passes."""
+        return self.degree > 1 or self.num_micro_batches > 1
+
+
+def _pipelines(num_ranks: int, model: ModelSpec, search: SearchSpec) -> Iterator[_Pipeline]:
+    """Yield the pipelines that so many ranks with the same heads may form, without stages first."""
+    for degree, num_batches in itertools.product(
+        sorted(set(search.pipeline_parallel_degrees)), sorted(set(search.num_micro_batches))
+    ):
+        if num_ranks % degree or degree > model.num_layers:
+            continue
+        if degree == 1:
+            yield _Pipeline(num_micro_batches=num_batches)
+            continue
+        for schedule in search.pipeline_schedules:
+            if schedule is not PipelineSchedule.INTERLEAVED:
+                yield _Pipeline(degree=degree, schedule=schedule, num_micro_batches=num_batches)
+                continue
+            chunks = 2
+            while chunks * degree <= model.num_layers and num_batches % degree == 0:
+                yield _Pipeline(degree=degree, schedule=schedule, stages_per_rank=chunks, num_micro_batches=num_batches)
+                chunks *= 2
+
+
+def _in_stages(plan: Plan, pipeline: _Pipeline, balance: Callable[[Plan, int], tuple[int, ...]]) -> Plan:
+    """Return a plan with the stages of a pipeline."""
+    if pipeline.degree == 1:
+        return plan
+    return replace(
+        plan,
+        pipeline_parallel_degree=pipeline.degree,
+        pipeline_schedule=pipeline.schedule,
+        stages=balance(plan, pipeline.degree * pipeline.stages_per_rank),
+    )
+
+
+def _evenly(plan: Plan, num_stages: int) -> tuple[int, ...]:
+    return balanced_stages([1.0] * len(plan.exchange), num_stages)
 
 
 def _memory_choices(search: SearchSpec, model: ModelSpec) -> Iterator[dict[str, Any]]:

@@ -12,7 +12,7 @@ from simulator.costs import ComputeCosts
 from simulator.errors import CalibrationError
 from simulator.specs.calibration import Calibration, CollectiveSample, ComputeSample
 from simulator.specs.cluster import ClusterSpec, DeviceKind
-from simulator.specs.program import Phase, Stream, Task, TaskKind
+from simulator.specs.program import GROUP_COLLECTIVES, Phase, Stream, Task, TaskKind
 from simulator.specs.trace import Span, Trace
 from simulator.specs.units import Dtype
 
@@ -183,7 +183,7 @@ def _measured_collectives(run: MeasuredRun, cluster: ClusterSpec) -> list[tuple[
     """
     meetings: dict[tuple[int, str, tuple[int, ...]], list[Span]] = defaultdict(list)
     for span in run.trace.spans:
-        if span.kind.is_collective and span.stream is not Stream.GRADIENTS:
+        if span.kind in GROUP_COLLECTIVES and span.stream is not Stream.GRADIENTS:
             meetings[span.step, span.name, span.group].append(span)
     found = []
     for (_, _, group), spans in meetings.items():

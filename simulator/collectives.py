@@ -24,7 +24,7 @@ from simulator.specs.calibration import Calibration
 from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.communication import Operation
 from simulator.specs.cost import CollectiveCost, Flow, Port
-from simulator.specs.program import Program, Task, TaskKind
+from simulator.specs.program import MESSAGES, Program, Task, TaskKind
 
 
 def port_capacities(cluster: ClusterSpec) -> Mapping[Port, float]:
@@ -55,6 +55,8 @@ class CollectiveCosts:
         kind, group = tasks[0].kind, tasks[0].group
         if len(group) == 1:
             return CollectiveCost(host_seconds=0.0, latency_seconds=0.0, flows=())
+        if kind in MESSAGES:
+            return self.message(tasks[0].num_bytes, source=group[0], target=group[1])
         if kind is TaskKind.ALL_TO_ALL:
             return self._price(kind, group, 0, tuple(task.shape for task in tasks))
         return self._price(kind, group, max(task.num_bytes for task in tasks), ())
@@ -97,7 +99,7 @@ class CollectiveCosts:
 
     def log_spread(self, task: Task) -> float:
         """Return the half-width of the cost's deciles, as a logarithm; 0 where links are taken at their word."""
-        if len(task.group) == 1:
+        if len(task.group) == 1 or task.kind in MESSAGES:
             return 0.0
         return self._times.estimate(task.kind, self._nominal.shape(task.group), float(task.num_bytes)).log_spread
 
@@ -106,6 +108,8 @@ class CollectiveCosts:
         kind, group = tasks[0].kind, tasks[0].group
         if len(group) == 1:
             return ()
+        if kind in MESSAGES:
+            return self.message(tasks[0].num_bytes, source=group[0], target=group[1]).extrapolated
         if kind is TaskKind.ALL_TO_ALL:
             given_bytes = _busiest_bytes(tuple(task.shape for task in tasks))
         else:

@@ -8,7 +8,16 @@ from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.gradients import CompressionKind
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import ModelSpec
-from simulator.specs.plan import ROW_EXCHANGES, Exchange, ExchangePayload, Offload, Plan, Recompute, StepMode
+from simulator.specs.plan import (
+    ROW_EXCHANGES,
+    Exchange,
+    ExchangePayload,
+    Offload,
+    PipelineSchedule,
+    Plan,
+    Recompute,
+    StepMode,
+)
 from simulator.specs.train import TrainSpec
 from simulator.workload import rank_parameter_shapes
 
@@ -23,8 +32,11 @@ def violations(plan: Plan, graph: GraphSpec, model: ModelSpec, cluster: ClusterS
     mesh = [*_mesh_violations(plan, graph, cluster), *_tensor_violations(plan, model)]
     if not tensor_degree_fits(plan.tensor_parallel_degree, model):
         return mesh  # how many heads a rank has is not known
+    if stages := _stage_violations(plan, model):
+        return [*mesh, *stages]  # which parameters a rank has is not known
     return [
         *mesh,
+        *_pipeline_violations(plan),
         *_sharing_violations(plan, model),
         *_batch_violations(plan),
         *_sample_violations(plan, model),
@@ -78,7 +90,7 @@ def _mesh_violations(plan: Plan, graph: GraphSpec, cluster: ClusterSpec) -> list
     if plan.num_ranks > cluster.num_devices:
         found.append(
             f"{plan.num_ranks=} must not exceed {cluster.num_devices=}: lower data_parallel_degree, "
-            "graph_parallel_degree or tensor_parallel_degree"
+            "graph_parallel_degree, tensor_parallel_degree or pipeline_parallel_degree"
         )
     num_nodes = sum(part.num_nodes for part in plan.partition.parts)
     if num_nodes != graph.num_nodes:
@@ -109,6 +121,82 @@ def _tensor_violations(plan: Plan, model: ModelSpec) -> list[str]:
         found.append(
             f"tensor_parallel_degree must be 1 with {Exchange.HIERARCHICAL_HALO}, got {degree}: its ranks of a host "
             "follow one another, and those of a graph group do not; use halo"
+        )
+    return found
+
+
+def _stage_violations(plan: Plan, model: ModelSpec) -> list[str]:
+    """Say why the layers of a model cannot be cut into stages as a plan asks."""
+    degree, stages = plan.pipeline_parallel_degree, plan.stages
+    if degree == 1:
+        if stages:
+            return [f"stages must be left out when {plan.pipeline_parallel_degree=}, got {stages}: all layers are one"]
+        return []
+    if degree > model.num_layers:
+        return [
+            f"{plan.pipeline_parallel_degree=} must not exceed {model.num_layers=}: a stage has a layer at least; use "
+            "graph_parallel_degree or data_parallel_degree"
+        ]
+    found = []
+    if not stages or len(stages) % degree:
+        found.append(
+            f"stages must hold as many numbers for each of {plan.pipeline_parallel_degree=}, got {len(stages)}: give "
+            f"the layers of {degree} stages, or of several times as many"
+        )
+    if sum(stages) != model.num_layers:
+        found.append(f"stages must add up to {model.num_layers=}, got {sum(stages)} layers in {stages}")
+    is_interleaved = plan.pipeline_schedule is PipelineSchedule.INTERLEAVED
+    if not found and is_interleaved != (len(stages) > degree):
+        found.append(
+            f"pipeline_schedule must be {PipelineSchedule.INTERLEAVED} just where ranks have several stages, got "
+            f"{plan.pipeline_schedule} with {len(stages)} stages on {degree} ranks"
+        )
+    return found
+
+
+def _pipeline_violations(plan: Plan) -> list[str]:
+    """Say which choices do not go with stages or micro-batches, or would have no effect."""
+    found, degree, batches = [], plan.pipeline_parallel_degree, plan.num_micro_batches
+    if degree == 1 and plan.pipeline_schedule is not PipelineSchedule.ONE_F_ONE_B:
+        found.append(
+            f"pipeline_schedule must be left out when {plan.pipeline_parallel_degree=}, got {plan.pipeline_schedule}: "
+            "there is one stage"
+        )
+    if plan.pipeline_schedule is PipelineSchedule.INTERLEAVED and batches % degree:
+        found.append(
+            f"{plan.num_micro_batches=} must be a multiple of {plan.pipeline_parallel_degree=} with "
+            f"{plan.pipeline_schedule}, whose stages take turns of as many: use {-(-batches // degree) * degree} or "
+            f"{PipelineSchedule.ONE_F_ONE_B}"
+        )
+    if plan.is_full_graph and batches > 1:
+        found.append(
+            f"{plan.num_micro_batches=} must be 1 when parts_per_batch takes all {plan.partition.num_parts} parts: "
+            "each micro-batch would repeat the same work; cut the graph into more parts"
+        )
+    if not plan.cuts_steps:
+        return found
+    field = f"pipeline_parallel_degree = {degree} and num_micro_batches = {batches}"
+    if plan.shares_out:
+        found.append(
+            f"shard_parameters must be none with {field}, got {plan.shard_parameters}: a layer would be gathered for "
+            "each micro-batch; a pipeline shares layers out already"
+        )
+    if plan.overlap_gradients:
+        found.append(
+            f"overlap_gradients must be false with {field}: gradients of all micro-batches are added up before they "
+            "are reduced"
+        )
+    if plan.offload_optimizer or Offload.ACTIVATIONS in plan.offload:
+        found.append(
+            f"offload and offload_optimizer must be left out with {field}: what several passes keep would share the "
+            "copies of one; recompute layers, or use more stages"
+        )
+    if plan.step_mode is not StepMode.EAGER:
+        found.append(f"step_mode must be eager with {field}, got {plan.step_mode}: a step is several passes")
+    if degree > 1 and Exchange.HIERARCHICAL_HALO in plan.exchange:
+        found.append(
+            f"{plan.pipeline_parallel_degree=} must be 1 with {Exchange.HIERARCHICAL_HALO}: its ranks of a host are "
+            "those of one stage; use halo"
         )
     return found
 
@@ -162,10 +250,11 @@ def _batch_violations(plan: Plan) -> list[str]:
             f"between_edges must be true when {plan.graph_parallel_degree=}: without them the ranks of a graph group "
             "have nothing to exchange; use data_parallel_degree"
         )
-    parts_per_step = plan.parts_per_batch * plan.data_parallel_degree
+    parts_per_step = plan.parts_per_batch * plan.data_parallel_degree * plan.num_micro_batches
     if plan.sampled is None and parts_per_step > plan.partition.num_parts:
+        batches = " * num_micro_batches" if plan.num_micro_batches > 1 else ""
         found.append(
-            f"data_parallel_degree * parts_per_batch = {parts_per_step} must not exceed "
+            f"data_parallel_degree * parts_per_batch{batches} = {parts_per_step} must not exceed "
             f"{plan.partition.num_parts=}: cut the graph into more parts"
         )
     return found
@@ -243,7 +332,11 @@ def _gradient_violations(plan: Plan, graph: GraphSpec, model: ModelSpec) -> list
         )
     if plan.num_row_ranks == 1 or plan.shares_out:
         return found
-    buckets = buckets_of(rank_parameter_shapes(plan, graph, model), plan.gradient_bucket_bytes)
+    buckets = [
+        bucket
+        for rank in plan.mesh.group(("pp",), 0)
+        for bucket in buckets_of(rank_parameter_shapes(plan, graph, model, rank), plan.gradient_bucket_bytes)
+    ]
     largest = max(bucket.num_elements for bucket in buckets)
     if compression.kind is CompressionKind.TOP_K and largest > MAX_TOP_K_ELEMENTS:
         found.append(
@@ -377,6 +470,11 @@ def _share_violations(plan: Plan, model: ModelSpec) -> list[str]:
     if plan.tensor_parallel_degree > 1:
         found.append(
             f"{plan.tensor_parallel_degree=} must be 1 when {where}: heads are shared out part by part; use one of both"
+        )
+    if plan.pipeline_parallel_degree > 1:
+        found.append(
+            f"{plan.pipeline_parallel_degree=} must be 1 when {where}: the ranks of a part hold all layers; use one of "
+            "both"
         )
     for index, exchange in enumerate(plan.exchange):
         if exchange is not Exchange.HALO:

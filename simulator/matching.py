@@ -6,7 +6,9 @@ one order of all collectives that no rank departs from, whatever their groups, s
 threads issue collectives one after another, such an order means that none waits for ever: of those that are not over
 yet, the first in that order is the next one on all of its ranks.
 
-A message from one rank to another is an all-to-all of the two in which one sends nothing.
+A message from one rank to another is sent by the one and received by the other. Both go on: the sender for good, the
+receiver up to the first task that waits for it. On each way from a rank to another, of activations or of gradients,
+messages arrive as they were sent.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +21,7 @@ from operator import itemgetter
 import numpy as np
 
 from simulator.meetings import ranks_text
-from simulator.specs.program import Program, SharedTasks, Task, TaskKind, shifted_group
+from simulator.specs.program import MESSAGES, Phase, Program, SharedTasks, Task, TaskKind, shifted_group
 
 # What ranks must agree on beside sizes; a stream stands for a communicator.
 _AGREED = ("kind", "dtype", "stream")
@@ -45,6 +47,12 @@ class _Meeting:
         return self.tasks.keys() == set(self.group)
 
     @property
+    def way(self) -> Phase | None:
+        """Of a message, whether it brings activations or gradients, which go their own ways; else None."""
+        first = next(iter(self.tasks.values()))
+        return first.phase if first.kind in MESSAGES else None
+
+    @property
     def text(self) -> str:
         """What it is called in sentences."""
         kind = next(iter(self.tasks.values())).kind
@@ -57,6 +65,7 @@ class _Issued:
     Attributes:
         meetings: in order of their first ranks' tasks.
         sequence_of: meetings of each place, in the order of its tasks.
+        waits: of each list of tasks, for each of its collectives the ones that are over before it is issued.
         rank_of: a rank of each place.
         faults: what is wrong with single ranks, in sentences.
     """
@@ -71,6 +80,7 @@ class _Issued:
         self._known: dict[tuple[int, ...], tuple[int, ...]] = {}
         by_key: dict[tuple[str, int], _Meeting] = {}
         collectives = [[task for task in tasks if task.kind.is_collective] for tasks in shared.lists]
+        self.waits = [_waits(tasks) for tasks in shared.lists]
         for rank, place in enumerate(zip(shared.list_of_rank, shared.shift_of_rank, strict=True)):
             if place not in self.sequence_of:
                 self.rank_of[place] = rank
@@ -100,6 +110,27 @@ class _Issued:
             moved = shifted_group(group, shift, len(self._shared))
             self._groups[key] = self._known.setdefault(moved, moved)
         return self._groups[key]
+
+
+def _waits(tasks: Sequence[Task]) -> list[list[int]]:
+    """Return for each collective of a rank, by number, the collectives that the rank has waited for just before.
+
+    It waits in the midst of a group's collective, and for what it receives before the first task that needs it. What
+    it has waited for earlier, those that it waited for since have followed.
+    """
+    number_of = {index: number for number, index in enumerate(i for i, t in enumerate(tasks) if t.kind.is_collective)}
+    received = {index for index in number_of if tasks[index].kind is TaskKind.RECEIVE}
+    found: list[list[int]] = []
+    waited: list[int] = []
+    for index, task in enumerate(tasks):
+        needed = received.intersection(task.waits_for)
+        received -= needed
+        waited = [*waited, *(number_of[earlier] for earlier in sorted(needed))]
+        if index in number_of:
+            found.append(waited)
+            if task.kind not in MESSAGES:
+                waited = [number_of[index]]
+    return found
 
 
 def mismatches(program: Program) -> list[str]:
@@ -165,6 +196,9 @@ def _disagreements(meetings: Sequence[_Meeting], shared: SharedTasks) -> Iterato
 
 def _disagreement(meeting: _Meeting, tasks: Sequence[Task]) -> Iterator[str]:
     first, ranks = tasks[0], meeting.group
+    if any(task.kind in MESSAGES for task in tasks):
+        yield from _lost(meeting, tasks)
+        return
     for field in _AGREED:
         values = [getattr(task, field) for task in tasks]
         other = next((index for index, value in enumerate(values) if value != values[0]), None)
@@ -188,6 +222,19 @@ def _disagreement(meeting: _Meeting, tasks: Sequence[Task]) -> Iterator[str]:
             f"{_bytes(first.shape)} of {meeting.text} do not divide by its {len(ranks)} ranks, as rank {ranks[0]} and "
             f"rank {ranks[-1]} would get shares of different size"
         )
+
+
+def _lost(meeting: _Meeting, tasks: Sequence[Task]) -> Iterator[str]:
+    """Yield what is wrong with a message, whose group is its source and its target."""
+    ranks, kinds = meeting.group, tuple(task.kind for task in tasks)
+    if kinds != (TaskKind.SEND, TaskKind.RECEIVE):
+        told = ", ".join(f"{kind} by rank {rank}" for kind, rank in zip(kinds, ranks, strict=True))
+        yield f"{meeting.text} must be sent by its first rank and received by its second one, got {told}"
+        return
+    sent, received = tasks
+    for what, there, here in (("bytes", sent.num_bytes, received.num_bytes), ("dtype", sent.dtype, received.dtype)):
+        if there != here:
+            yield f"rank {ranks[0]} sends {meeting.text} with {what} {there}, but rank {ranks[1]} expects {here}"
 
 
 def _misdirected(meeting: _Meeting, tasks: Sequence[Task]) -> Iterator[str]:
@@ -219,12 +266,12 @@ def _bytes(shape: Sequence[int]) -> str:
 
 def _orders_of_groups(issued: _Issued) -> Iterator[str]:
     """Yield which two ranks issue the collectives that they have in common in different orders; once for two lists."""
-    by_group: dict[int, list[tuple[_Place, list[_Meeting]]]] = {}
+    by_group: dict[tuple[int, Phase | None], list[tuple[_Place, list[_Meeting]]]] = {}
     for place, sequence in issued.sequence_of.items():
-        of_group: dict[int, list[_Meeting]] = {}
+        of_group: dict[tuple[int, Phase | None], list[_Meeting]] = {}
         for meeting in sequence:
             if meeting.is_complete:
-                of_group.setdefault(id(meeting.group), []).append(meeting)
+                of_group.setdefault((id(meeting.group), meeting.way), []).append(meeting)
         for group, meetings in of_group.items():
             by_group.setdefault(group, []).append((place, meetings))
     told = set()
@@ -244,9 +291,10 @@ def _circle(issued: _Issued) -> list[str]:
     rank_of_step: dict[tuple[int, int], int] = {}  # which rank issues one meeting directly before another one
     before: dict[int, set[int]] = {}
     for place, sequence in issued.sequence_of.items():
-        for earlier, later in pairwise(meeting for meeting in sequence if meeting.is_complete):
-            rank_of_step.setdefault((id(earlier), id(later)), issued.rank_of[place])
-            before.setdefault(id(later), set()).add(id(earlier))
+        for later, waited in zip(sequence, issued.waits[place[0]], strict=True):
+            for earlier in (sequence[number] for number in waited):
+                rank_of_step.setdefault((id(earlier), id(later)), issued.rank_of[place])
+                before.setdefault(id(later), set()).add(id(earlier))
     try:
         TopologicalSorter(before).prepare()
     except CycleError as error:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from simulator.errors import PlanError
-from simulator.specs.program import SharedTasks, Task, TaskKind, shifted_group
+from simulator.specs.program import MESSAGES, SharedTasks, Task, TaskKind, shifted_group
 
 _Key = tuple[str, TaskKind, int]  # name, kind and number of the group, which make a collective one
 
@@ -80,7 +80,7 @@ def find_meetings(shared: SharedTasks) -> list[Meeting]:
             number, shift = place
             group_of = {id(group): groups.number(group, shift) for group in own_groups[number]}
             places[place] = [
-                (index, found.setdefault((task.name, task.kind, group_of[id(task.group)]), {}))
+                (index, found.setdefault((task.name, _kind_of(task), group_of[id(task.group)]), {}))
                 for index, task in collectives[number]
             ]
         for index, index_of in places[place]:
@@ -97,6 +97,11 @@ def find_meetings(shared: SharedTasks) -> list[Meeting]:
         indices = tuple(map(index_of.__getitem__, ranks))
         meetings.append(Meeting(name=name, kind=kind, ranks=ranks, indices=indices))
     return meetings
+
+
+def _kind_of(task: Task) -> TaskKind:
+    """Return the kind by which the ends of a collective find one another."""
+    return TaskKind.SEND if task.kind in MESSAGES else task.kind
 
 
 def _mismatch(

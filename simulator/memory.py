@@ -1,5 +1,6 @@
 """Peak bytes of each rank, and where they go."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,6 +16,7 @@ from simulator.exchanges import (
     wire_dtype,
 )
 from simulator.gradients import PARAMETER_BYTES, buckets_of, kept_bytes, passing_bytes
+from simulator.pipeline import most_kept, rank_actions
 from simulator.saved import (
     SCORE_BYTES,
     SavedTensor,
@@ -30,7 +32,14 @@ from simulator.specs.graph import GraphSpec
 from simulator.specs.model import EdgeBias, ModelSpec
 from simulator.specs.plan import ROW_EXCHANGES, Exchange, ParameterSharding, Plan, Recompute
 from simulator.specs.units import MIB, Dimension, format_quantity
-from simulator.workload import RankWork, num_input_columns, num_updated, rank_parameter_shapes, rank_work
+from simulator.workload import (
+    RankWork,
+    num_input_columns,
+    num_updated,
+    rank_parameter_shapes,
+    rank_work,
+    works_of_rank,
+)
 
 INDEX_BYTES = 8  # torch's indices are int64
 SOURCE_BYTES = 4  # of an edge by target, int32
@@ -54,15 +63,17 @@ def peak_memory(
         seed: `TrainSpec.seed`, which orders the cluster batches.
     """
     by_step = [rank_work(plan, step=step, seed=seed) for step in steps]
-    known: dict[tuple[int, ...], RankMemory] = {}  # by identity of what ranks hold, and by parts that they evaluate
+    # By identity of what ranks hold, parts that they evaluate, and stages.
+    known: dict[tuple[int, ...], RankMemory] = {}
     found = []
     for rank in range(plan.num_ranks):
         # Only the ranks that evaluate a part differ in the parts that they evaluate.
         evaluates = -1 if plan.is_full_graph else min(plan.row_rank(rank), plan.partition.num_parts)
-        key = (evaluates, *(id(works[rank]) for works in by_step))
+        held = [works_of_rank(plan, works, rank) for works in by_step]
+        key = (evaluates, plan.pipeline_rank(rank), *(id(work) for works in held for work in works))
         if key not in known:
             whole = _evaluation_work(plan, plan.row_rank(rank))
-            candidates = [_rank_memory(plan, graph, model, cluster, works[rank], whole) for works in by_step]
+            candidates = [_rank_memory(plan, graph, model, cluster, works, whole, rank) for works in held]
             known[key] = max(candidates, key=total_bytes)
         found.append(known[key])
     return tuple(found)
@@ -106,35 +117,53 @@ def misfit(plan_memory: Sequence[RankMemory], cluster: ClusterSpec) -> str:
 
 
 def _rank_memory(
-    plan: Plan, graph: GraphSpec, model: ModelSpec, cluster: ClusterSpec, work: RankWork, whole: RankWork
+    plan: Plan,
+    graph: GraphSpec,
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    works: Sequence[RankWork],
+    whole: RankWork,
+    rank: int,
 ) -> RankMemory:
     """Return where a rank's bytes go.
 
     Args:
-        work: of a training step.
+        works: of each micro-batch of a training step.
         whole: of an evaluation, which always runs on the whole graph.
     """
-    updated = num_updated(plan, graph, model, 0) * PARAMETER_BYTES
+    stages = plan.stages_of(plan.pipeline_rank(rank))
+    first_of_stages = plan.mesh.group(("pp",), 0)[plan.pipeline_rank(rank)]
+    updated = num_updated(plan, graph, model, first_of_stages) * PARAMETER_BYTES
     whole_parameters, whole_gradients = _whole_bytes(plan, graph, model)
     kind = cluster.device.kind
-    layers = [_LayerMemory.of(plan, model, work, layer, kind) for layer in range(model.num_layers)]
-    head = _head_bytes(plan, graph, model, work)
-    activations = sum(layer.resident for layer in layers) + head
-    messages = max(_message_bytes(plan, model, work, exchange) for exchange in plan.exchange)
-    peak = max(activations + (layers[-1].away if layers else 0), _backward_peak(layers))
-    workspace = max(peak - activations - messages, 0)
+    own_layers = [layer for stage in stages for layer in plan.layers_of_stage(stage)]
+    by_work = [{layer: _LayerMemory.of(plan, model, work, layer, kind) for layer in own_layers} for work in works]
+
+    def kept_bytes_of(stage: int, micro_batch: int) -> int:
+        resident = sum(by_work[micro_batch][layer].resident for layer in plan.layers_of_stage(stage))
+        return resident + _ends_bytes(plan, graph, model, works[micro_batch], stage)
+
+    activations = most_kept(rank_actions(plan, plan.pipeline_rank(rank)), kept_bytes_of)
+    messages = _stage_message_bytes(plan, model, works, stages)
+    messages += max(_message_bytes(plan, model, work, plan.exchange[layer]) for work in works for layer in own_layers)
+    workspace = 0
+    for stage, (number, of_work) in itertools.product(stages, enumerate(by_work)):
+        # A pass runs backward beside what the others keep; its head is done when its layers begin.
+        layers = [of_work[layer] for layer in plan.layers_of_stage(stage)]
+        most = max(layers[-1].away, _backward_peak(layers) - kept_bytes_of(stage, number))
+        workspace = max(workspace, most - messages)
     exchange = Exchange.HALO if plan.num_row_ranks > 1 else Exchange.NONE
     # An evaluation of the whole graph overlaps nothing.
     alone = replace(plan, overlap_exchange=False)
     evaluation = 0 if plan.is_full_graph else _evaluation_bytes(alone, model, whole, exchange, kind)
     step = activations + workspace + messages
-    compression = _compression_bytes(plan, graph, model, other_bytes=max(step, evaluation))
-    on_host = _host_bytes(plan, updated, layers) if kind is DeviceKind.CPU else 0
+    compression = _compression_bytes(plan, graph, model, rank, other_bytes=max(step, evaluation))
+    on_host = _host_bytes(plan, updated, [*by_work[0].values()]) if kind is DeviceKind.CPU else 0
     return (
         ("parameters", updated + whole_parameters),
         ("gradients", updated + whole_gradients),
         ("optimizer", 0 if plan.offload_optimizer else 2 * updated),
-        ("inputs", _resident_input_bytes(plan, graph, model, work, whole)),
+        ("inputs", _resident_input_bytes(plan, graph, model, works, whole, has_features=0 in stages)),
         ("activations", activations),
         ("workspace", workspace),
         ("messages", messages),
@@ -143,6 +172,31 @@ def _rank_memory(
         *((("host copies", on_host),) if on_host else ()),
         ("context", CONTEXT_BYTES[cluster.device.kind]),
     )
+
+
+def _ends_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec, work: RankWork, stage: int) -> int:
+    """Return what a stage's pass over a micro-batch keeps beside its layers."""
+    # The mask of the input's dropout.
+    found = work.num_rows * model.width * (model.dropout_ratio > 0) if stage == 0 else 0
+    if stage == plan.num_stages - 1:
+        return found + _head_bytes(plan, graph, model, work)
+    return found + _output_bytes(plan, model, work, stage)
+
+
+def _output_bytes(plan: Plan, model: ModelSpec, work: RankWork, stage: int) -> int:
+    """Return the bytes that a stage sends to the next one for a micro-batch, or gets back."""
+    return work.num_target_rows(plan.layers_of_stage(stage)[-1]) * model.width * _size(plan)
+
+
+def _stage_message_bytes(plan: Plan, model: ModelSpec, works: Sequence[RankWork], stages: Sequence[int]) -> int:
+    """Return what messages between stages take beside outputs.
+
+    Gradients of what stages got are kept until the step ends, and one message comes while another is in use.
+    """
+    last = plan.num_stages - 1
+    forward = [_output_bytes(plan, model, work, stage - 1) for work in works for stage in stages if stage > 0]
+    backward = [_output_bytes(plan, model, work, stage) for work in works for stage in stages if stage < last]
+    return sum(forward) + 2 * max([*forward, *backward], default=0)
 
 
 def _whole_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec) -> tuple[int, int]:
@@ -246,14 +300,14 @@ def _host_bytes(plan: Plan, parameters: int, layers: Sequence[_LayerMemory]) -> 
     return sum(layer.away for layer in layers) + 4 * parameters * plan.offload_optimizer
 
 
-def _compression_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec, *, other_bytes: int) -> int:
+def _compression_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec, rank: int, *, other_bytes: int) -> int:
     """Return what compressing gradients takes beside the rest.
 
     Args:
         other_bytes: of the backward pass or of an evaluation, free again when gradients are reduced behind it.
     """
     reduces = plan.num_row_ranks > 1 and not plan.shares_out
-    parameters = rank_parameter_shapes(plan, graph, model) if reduces else ()
+    parameters = rank_parameter_shapes(plan, graph, model, rank) if reduces else ()
     buckets = buckets_of(parameters, plan.gradient_bucket_bytes)
     compression, overlaps = plan.gradient_compression, plan.overlap_gradients
     passing = passing_bytes(buckets, compression, num_ranks=plan.num_row_ranks, overlaps=overlaps)
@@ -287,25 +341,38 @@ def _evaluation_work(plan: Plan, rank: int) -> RankWork:
     )
 
 
-def _resident_input_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec, work: RankWork, whole: RankWork) -> int:
+def _resident_input_bytes(
+    plan: Plan,
+    graph: GraphSpec,
+    model: ModelSpec,
+    works: Sequence[RankWork],
+    whole: RankWork,
+    *,
+    has_features: bool,
+) -> int:
     """Return the bytes of inputs on the device: of batches, and of the whole graph for evaluations.
 
-    There are all batches where they are kept, else the one that is trained on and those that were made ahead.
+    There are all batches where they are kept, else those that are trained on and those that were made ahead.
+
+    Args:
+        has_features: whether the rank has the first stage, which alone needs features.
     """
+    of_works = [_input_bytes(plan, graph, model, work, has_features=has_features) for work in works]
     if plan.is_full_graph:
-        return _input_bytes(plan, graph, model, work)
-    num_batches = plan.partition.num_parts if plan.keep_batches else 1 + plan.prefetch_batches
-    return num_batches * _input_bytes(plan, graph, model, work) + _input_bytes(plan, graph, model, whole)
+        return of_works[0]
+    of_batches = plan.partition.num_parts * max(of_works) if plan.keep_batches else sum(of_works)
+    of_batches *= 1 if plan.keep_batches else 1 + plan.prefetch_batches
+    return of_batches + _input_bytes(plan, graph, model, whole, has_features=has_features)
 
 
 def _size(plan: Plan) -> int:
     return plan.precision.num_bytes
 
 
-def _input_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec, work: RankWork) -> int:
-    dense = work.num_rows * num_input_columns(graph, model) * _size(plan)
+def _input_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec, work: RankWork, *, has_features: bool) -> int:
+    dense = work.num_rows * num_input_columns(graph, model) * _size(plan) * has_features
     # CSR and its transpose: an index and a number an entry, twice.
-    sparse = 2 * work.num_feature_entries * (INDEX_BYTES + 4)
+    sparse = 2 * work.num_feature_entries * (INDEX_BYTES + 4) * has_features
     edge_bytes = EDGE_BYTES + INDEX_BYTES * (model.edge_bias is not EdgeBias.NONE)
     exchanges = set(plan.exchange)
     edges = work.num_edges * edge_bytes * len(exchanges - {Exchange.HEAD_ALL_TO_ALL})
@@ -383,7 +450,4 @@ def _served_message_bytes(model: ModelSpec, group: GroupWork, served: ServedPart
 
 def _head_bytes(plan: Plan, graph: GraphSpec, model: ModelSpec, work: RankWork) -> int:
     rows, classes = work.num_output_rows, graph.num_classes
-    input_mask = work.num_rows * model.width * (model.dropout_ratio > 0)
-    return (
-        input_mask + rows * (2 * model.width + classes) * _size(plan) + 3 * work.num_train_rows * classes * SCORE_BYTES
-    )
+    return rows * (2 * model.width + classes) * _size(plan) + 3 * work.num_train_rows * classes * SCORE_BYTES

@@ -45,6 +45,16 @@ def tensor_shapes(plan: Plan, parameters: Iterable[tuple[str, tuple[int, ...]]])
     return tuple(found)
 
 
+def stage_shapes(plan: Plan, parameters: Iterable[tuple[str, tuple[int, ...]]], pipeline_rank: int) -> Shapes:
+    """Return name and shape of the parameters of a rank's stages.
+
+    Args:
+        pipeline_rank: place of the rank in its pipeline.
+    """
+    stages = plan.stages_of(pipeline_rank)
+    return tuple((name, shape) for name, shape in parameters if plan.stage_of(name) in stages)
+
+
 # --- Parameters that ranks with the same heads and columns share out.
 
 # Input and head, which are gathered together.

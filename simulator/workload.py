@@ -3,6 +3,7 @@
 What is lowered here is what `executor/` runs: same names, shapes and bytes, which `tests/conformance` checks.
 """
 
+import itertools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,9 +12,10 @@ from simulator.exchange_tasks import AttentionLowering, EdgeCounts, GroupWork, H
 from simulator.exchanges import rank_columns
 from simulator.gradients import LOSS_TASK, PARAMETER_BYTES, ReductionSchedule, ReductionTask, reduction_schedule
 from simulator.likeness import replicas_that_stand_for_others
+from simulator.pipeline import LOSS_SUM, Action, output_name, rank_actions
 from simulator.recompute import WHOLE_ATTENTION, made_again
 from simulator.saved import offloaded_bytes
-from simulator.sharding import REST, Shapes, share_elements, tensor_shapes, units_of
+from simulator.sharding import REST, Shapes, share_elements, stage_shapes, tensor_shapes, units_of
 from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import NUM_DEGREE_BUCKETS, EdgeBias, ModelSpec
@@ -113,13 +115,27 @@ class RankWork:
 def rank_work(plan: Plan, *, step: int, seed: int) -> tuple[RankWork, ...]:
     """Return what each rank holds in a training step; of sampled batches, what is to be expected.
 
-    Ranks that hold the same have one and the same object.
+    Ranks that hold the same have one and the same object. Where a step has several micro-batches, what ranks hold of
+    the first one is followed by what they hold of the next.
     """
+    return tuple(
+        work
+        for micro_batch in range(plan.num_micro_batches)
+        for work in _works_of_micro_batch(plan, micro_batch, step=step, seed=seed)
+    )
+
+
+def works_of_rank(plan: Plan, works: Sequence[RankWork], rank: int) -> tuple[RankWork, ...]:
+    """Return what a rank holds of each micro-batch, from what `rank_work` says of all ranks."""
+    return tuple(works[rank :: plan.num_ranks])
+
+
+def _works_of_micro_batch(plan: Plan, micro_batch: int, *, step: int, seed: int) -> tuple[RankWork, ...]:
     if plan.sampled is not None:
-        seeds = [end - first for first, end in seed_ranges(plan, step=step)]
+        seeds = [end - first for first, end in seed_ranges(plan, step=step, micro_batch=micro_batch)]
         by_seeds = {count: _sampled_work(plan.sampled, count) for count in set(seeds)}
         return of_all_ranks(plan, [by_seeds[count] for count in seeds])
-    batches = batch_parts(plan, step=step, seed=seed)
+    batches = batch_parts(plan, step=step, seed=seed, micro_batch=micro_batch)
     by_batch = {batch: _works_of_batch(plan, batch) for batch in set(batches)}
     return of_all_ranks(plan, [work for batch in batches for work in by_batch[batch]])
 
@@ -376,20 +392,17 @@ def parameter_shapes(graph: GraphSpec, model: ModelSpec) -> tuple[tuple[str, tup
     return tuple(shapes)
 
 
-def rank_parameter_shapes(plan: Plan, graph: GraphSpec, model: ModelSpec) -> Shapes:
-    """Return name and shape of what a rank computes with of every parameter."""
-    return tensor_shapes(plan, parameter_shapes(graph, model))
+def rank_parameter_shapes(plan: Plan, graph: GraphSpec, model: ModelSpec, rank: int = 0) -> Shapes:
+    """Return name and shape of what a rank computes with of every parameter of its stages."""
+    shapes = parameter_shapes(graph, model)
+    return tensor_shapes(plan, stage_shapes(plan, shapes, plan.pipeline_rank(rank)))
 
 
-def num_updated(plan: Plan, graph: GraphSpec, model: ModelSpec, row_rank: int) -> int:
-    """Return the numbers of parameters that a rank updates: all that it computes with, or its share of them.
-
-    Args:
-        row_rank: which of the ranks with rows of their own it is.
-    """
-    shapes = rank_parameter_shapes(plan, graph, model)
+def num_updated(plan: Plan, graph: GraphSpec, model: ModelSpec, rank: int) -> int:
+    """Return the numbers of parameters that a rank updates: all that it computes with, or its share of them."""
+    shapes = rank_parameter_shapes(plan, graph, model, rank)
     if plan.shares_out:
-        return share_elements(shapes, plan.num_row_ranks, row_rank)
+        return share_elements(shapes, plan.num_row_ranks, plan.row_rank(rank))
     return sum(math.prod(shape) for _, shape in shapes)
 
 
@@ -399,11 +412,11 @@ def num_parameters(graph: GraphSpec, model: ModelSpec) -> int:
 
 
 def gradient_reductions(
-    plan: Plan, graph: GraphSpec, model: ModelSpec, operations: Collection[str]
+    plan: Plan, graph: GraphSpec, model: ModelSpec, operations: Collection[str], rank: int = 0
 ) -> ReductionSchedule:
-    """Return in which order a step with these operations issues the reductions of its gradients."""
+    """Return in which order a rank whose step has these operations issues the reductions of its gradients."""
     return reduction_schedule(
-        rank_parameter_shapes(plan, graph, model),
+        rank_parameter_shapes(plan, graph, model, rank),
         operations,
         bucket_bytes=plan.gradient_bucket_bytes,
         compression=plan.gradient_compression,
@@ -428,20 +441,22 @@ def lower(
     Args:
         step: which step; batches differ from step to step.
         seed: `TrainSpec.seed`, which orders the batches.
-        works: what each rank holds, where that is known better than by `rank_work`: of samples that were drawn. Then
-            the batch that is made in the step is of the same size.
+        works: what each rank holds, in the order of `rank_work`, where that is known better than by it: of samples that
+            were drawn. Then the batch that is made in the step is of the same size.
         alike_ratio: replicas whose counts differ by no more than this share run the tasks of the first of them.
     """
     is_other = works is None and plan.loads_batches and plan.prefetch_batches > 0
     works = works or rank_work(plan, step=step, seed=seed)
     made = rank_work(plan, step=step + plan.prefetch_batches, seed=seed) if is_other else works
-    works, made = _of_replicas_alike(works, made, plan.num_replica_ranks, alike_ratio)
-    number_of: dict[tuple[int, int, int, int], int] = {}  # by identity of what is held, place in the replica, share
+    held, made_by_rank = ([works_of_rank(plan, each, rank) for rank in range(plan.num_ranks)] for each in (works, made))
+    held, made_by_rank = _of_replicas_alike(held, made_by_rank, plan.num_replica_ranks, alike_ratio)
+    number_of: dict[tuple[tuple[int, ...], int, int], int] = {}  # by identity of what is held, place in replica, share
     first_ranks: list[int] = []
     list_of_rank: list[int] = []
-    for rank, (work, made_work) in enumerate(zip(works, made, strict=True)):
-        share = num_updated(plan, graph, model, plan.row_rank(rank)) if plan.shares_out else 0
-        key = (id(work), id(made_work), rank % plan.num_replica_ranks, share)
+    for rank, all_works in enumerate(zip(held, made_by_rank, strict=True)):
+        share = num_updated(plan, graph, model, rank) if plan.shares_out else 0
+        identity = tuple(id(work) for each in all_works for work in each)
+        key = (identity, rank % plan.num_replica_ranks, share)
         if key not in number_of:
             number_of[key] = len(first_ranks)
             first_ranks.append(rank)
@@ -453,8 +468,8 @@ def lower(
             graph=graph,
             model=model,
             cluster=cluster,
-            work=works[rank],
-            made_work=made[rank],
+            works=held[rank],
+            made_works=made_by_rank[rank],
             rank=rank,
             schedules=schedules,
             blocks_host=cluster.device.kind is DeviceKind.CPU,
@@ -466,8 +481,8 @@ def lower(
 
 
 def _of_replicas_alike(
-    works: Sequence[RankWork], made: Sequence[RankWork], degree: int, ratio: float
-) -> tuple[Sequence[RankWork], Sequence[RankWork]]:
+    works: list[tuple[RankWork, ...]], made: list[tuple[RankWork, ...]], degree: int, ratio: float
+) -> tuple[list[tuple[RankWork, ...]], list[tuple[RankWork, ...]]]:
     """Return what each rank holds and makes, in replicas that are like another what that one's do."""
     first_ranks = range(0, len(works), degree)
     held = [(works[first : first + degree], made[first : first + degree]) for first in first_ranks]
@@ -476,9 +491,15 @@ def _of_replicas_alike(
     return [works[rank] for rank in ranks], [made[rank] for rank in ranks]
 
 
-def batch_task_shape(plan: Plan, graph: GraphSpec, model: ModelSpec, work: RankWork) -> tuple[int, ...]:
-    """Return the shape of the task that makes a rank's batch."""
-    num_features = work.num_rows * num_input_columns(graph, model) + work.num_feature_entries
+def batch_task_shape(
+    plan: Plan, graph: GraphSpec, model: ModelSpec, work: RankWork, *, has_features: bool = True
+) -> tuple[int, ...]:
+    """Return the shape of the task that makes a rank's batch.
+
+    Args:
+        has_features: whether the rank has the first stage, which alone needs features.
+    """
+    num_features = (work.num_rows * num_input_columns(graph, model) + work.num_feature_entries) * has_features
     first = graph.num_nodes if plan.sampled is None else work.num_output_rows
     exchanges = set(plan.exchange)
     num_edges = work.num_edges * bool(exchanges - {Exchange.HEAD_ALL_TO_ALL})
@@ -507,18 +528,22 @@ class _RankLowering:
     graph: GraphSpec
     model: ModelSpec
     cluster: ClusterSpec
-    work: RankWork
-    made_work: RankWork
+    works: tuple[RankWork, ...]  # of each micro-batch
+    made_works: tuple[RankWork, ...]
     rank: int
     schedules: dict[tuple[str, ...], ReductionSchedule]  # of all ranks so far, by operations
     blocks_host: bool
     tasks: list[Task] = field(default_factory=list)
+    work: RankWork = field(init=False)  # of the micro-batch under way
+    _scope: str = ""  # what the names of its tasks begin with
     _reductions: ReductionSchedule = field(init=False)
     _previous: int | None = None  # the latest task that is no reduction beside the others
     _beside: dict[str, int] = field(default_factory=dict)  # those reductions, by name
-    _awaited: set[int] = field(default_factory=set)  # copies that the next task waits for
+    _awaited: set[int] = field(default_factory=set)  # copies and messages that the next task waits for
     _arrivals: dict[int, list[int]] = field(default_factory=dict)  # copies back, by layer
     _in_flight: list[int] = field(default_factory=list)  # collectives that no later task has waited for yet
+    _messages: dict[Action, tuple[int, ...]] = field(default_factory=dict)  # with which passes begin
+    _sent: dict[Stream, int] = field(default_factory=dict)  # the latest message to another stage on each stream
     _graph_group: tuple[int, ...] = field(init=False)
     _tensor_group: tuple[int, ...] = field(init=False)
     _gradient_group: tuple[int, ...] = field(init=False)
@@ -536,49 +561,81 @@ class _RankLowering:
     def tasks_of_step(self) -> tuple[Task, ...]:
         """Return batch, forward, backward and update of this rank."""
         self._add_batch()
-        layers = [self._layer(index) for index in range(self.model.num_layers)]
-        operations = [*self._input(), *(operation for layer in layers for operation in layer), *self._head()]
+        actions = rank_actions(self.plan, self.plan.pipeline_rank(self.rank))
+        self._begin(actions[0])
+        stages = self.plan.stages_of(self.plan.pipeline_rank(self.rank))
+        operations = [operation for stage in stages for group in self._stage(stage) for operation in group]
         names = [operation.name for operation in operations if operation.backward_kind is not None]
         self._reductions = self._schedule(tuple(names))
-        self._add_forward_pass(layers)
-        self._add_reductions(self._reductions.before_backward())
-        last = self.model.num_layers - 1
-        for operation in reversed(self._head()):
-            self._add_backward(operation)
-            if operation.kind is TaskKind.LOSS:
-                self._add_copy_in(last)
-                self._add_gather_ahead(last)
-        for index in reversed(range(self.model.num_layers)):
+        self._add_gather(REST, Phase.FORWARD)
+        self._add_unpacking(REST, Phase.FORWARD)
+        self._add_arrival(actions[0])
+        for action, following in itertools.zip_longest(actions, actions[1:]):
+            if following is not None:
+                self._add_arrival(following)  # its message is on its way while this pass runs
+            self._begin(action)
+            self._awaited.update(self._messages.pop(action, ()))
+            if action.phase is Phase.FORWARD:
+                self._add_forward_pass(action.stage)
+            else:
+                self._add_backward_pass(action.stage)
+        self._scope = ""
+        self._add_scatter(REST)
+        self._add_update()
+        return tuple(self.tasks)
+
+    def _begin(self, action: Action) -> None:
+        """Turn to the micro-batch of a pass."""
+        self.work = self.works[action.micro_batch]
+        self._scope = action.scope if self.plan.cuts_steps else ""
+
+    def _stage(self, stage: int) -> list[list[Operation]]:
+        """Return what a stage runs: input if it is the first, each layer, head if it is the last."""
+        layers = [self._layer(index) for index in self.plan.layers_of_stage(stage)]
+        first = [self._input()] if stage == 0 else []
+        return [*first, *layers, *([self._head()] if stage == self.plan.num_stages - 1 else [])]
+
+    def _add_forward_pass(self, stage: int) -> None:
+        layers = self.plan.layers_of_stage(stage)
+        for operation in self._input() if stage == 0 else ():
+            self._add_forward(operation, Phase.FORWARD)
+        copied: list[int] = []  # of the layer before, whose memory is free once the next one has run
+        for index in layers:
+            self._add_gather(f"layer{index}", Phase.FORWARD, behind=f"unpack{index - 2}")
+            self._add_unpacking(f"layer{index}", Phase.FORWARD)
+            for operation in self._layer(index):
+                self._add_forward(operation, Phase.FORWARD)
+            self._awaited.update(copied)
+            copied = self._add_copy(f"layer{index}.copy_out", TaskKind.COPY_TO_HOST, Phase.FORWARD, self._away(index))
+        if stage == self.plan.num_stages - 1:
+            for operation in self._head():
+                if operation.name == "loss":
+                    self._awaited.update(copied)
+                self._add_forward(operation, Phase.FORWARD)
+        else:
+            self._add_sending(stage, stage + 1, Phase.FORWARD)
+
+    def _add_backward_pass(self, stage: int) -> None:
+        if stage == self.plan.num_stages - 1:
+            self._add_reductions(self._reductions.before_backward())
+            for operation in reversed(self._head()):
+                self._add_backward(operation)
+                if operation.kind is TaskKind.LOSS:
+                    self._add_copy_in(self.model.num_layers - 1)
+                    self._add_gather_ahead(self.model.num_layers - 1)
+        for index in reversed(self.plan.layers_of_stage(stage)):
             if self.plan.shard_parameters is ParameterSharding.ZERO3:
                 self._add_unpacking(f"layer{index}", Phase.BACKWARD)
                 self._add_gather_ahead(index - 1)
             if index > 0:
                 self._add_copy_in(index - 1)
-            self._add_backward_of_layer(index, layers[index])
+            self._add_backward_of_layer(index, self._layer(index))
             self._add_scatter(f"layer{index}")
+        if stage > 0:
+            self._add_sending(stage, stage - 1, Phase.BACKWARD)
+            return
         for operation in reversed(self._input()):
             self._add_backward(operation)
-        self._add_scatter(REST)
-        self._add_update()
-        return tuple(self.tasks)
-
-    def _add_forward_pass(self, layers: Sequence[list[Operation]]) -> None:
-        self._add_gather(REST, Phase.FORWARD)
-        self._add_unpacking(REST, Phase.FORWARD)
-        for operation in self._input():
-            self._add_forward(operation, Phase.FORWARD)
-        copied: list[int] = []  # of the layer before, whose memory is free once the next one has run
-        for index, layer in enumerate(layers):
-            self._add_gather(f"layer{index}", Phase.FORWARD, behind=f"unpack{index - 2}")
-            self._add_unpacking(f"layer{index}", Phase.FORWARD)
-            for operation in layer:
-                self._add_forward(operation, Phase.FORWARD)
-            self._awaited.update(copied)
-            copied = self._add_copy(f"layer{index}.copy_out", TaskKind.COPY_TO_HOST, Phase.FORWARD, self._away(index))
-        for operation in self._head():
-            if operation.name == "loss":
-                self._awaited.update(copied)
-            self._add_forward(operation, Phase.FORWARD)
 
     def _away(self, layer: int) -> int:
         return offloaded_bytes(self.plan, self.model, self.work, layer, self.cluster.device.kind)
@@ -628,10 +685,45 @@ class _RankLowering:
                     self._add_forward(again, Phase.RECOMPUTE)
             self._add_backward(operation)
 
+    def _add_arrival(self, action: Action) -> None:
+        """Add the message with which a pass begins, if there is one; others run while it is on its way."""
+        source = action.source(self.plan.num_stages)
+        if source is not None:
+            self._begin(action)
+            waits_for = () if self._previous is None else (self._previous,)
+            self._messages[action] = (len(self.tasks),)
+            self._add_message(TaskKind.RECEIVE, (source, action.stage), action.phase, Stream.RECEIVED, waits_for)
+
+    def _add_sending(self, source: int, target: int, phase: Phase) -> None:
+        """Add what one stage sends to another: forward the rows between them, backward their gradients."""
+        stream = Stream.SENT_ACTIVATIONS if phase is Phase.FORWARD else Stream.SENT_GRADIENTS
+        assert self._previous is not None, "a stage computes what it sends"
+        self._sent[stream] = len(self.tasks)
+        self._add_message(TaskKind.SEND, (source, target), phase, stream, (self._previous,))
+
+    def _add_message(
+        self, kind: TaskKind, stages: tuple[int, int], phase: Phase, stream: Stream, waits_for: tuple[int, ...]
+    ) -> None:
+        earlier = min(stages)
+        rows = self.work.num_input_rows(self.plan.layers_of_stage(earlier + 1)[0])
+        self.tasks.append(
+            Task(
+                name=self._scope + task_name(output_name(earlier), phase),
+                kind=kind,
+                phase=phase,
+                shape=(rows * self.model.width * self.plan.precision.num_bytes,),
+                dtype=self.plan.precision,
+                stream=stream,
+                waits_for=waits_for,
+                group=self.plan.stage_group(self.rank, *stages),
+            )
+        )
+
     def _schedule(self, operations: tuple[str, ...]) -> ReductionSchedule:
         """Return a fresh schedule of reductions; ranks with the same operations have the same."""
         if operations not in self.schedules:
-            self.schedules[operations] = gradient_reductions(self.plan, self.graph, self.model, operations)
+            found = gradient_reductions(self.plan, self.graph, self.model, operations, self.rank)
+            self.schedules[operations] = found
         return replace(self.schedules[operations])
 
     def _add_batch(self) -> None:
@@ -640,7 +732,11 @@ class _RankLowering:
         if not plan.loads_batches:
             return
         kind = TaskKind.CLUSTER_BATCH if plan.sampled is None else TaskKind.SAMPLED_BATCH
-        shape = batch_task_shape(plan, self.graph, self.model, self.made_work)
+        has_features = plan.pipeline_rank(self.rank) == 0
+        shapes = [
+            batch_task_shape(plan, self.graph, self.model, work, has_features=has_features) for work in self.made_works
+        ]
+        shape = tuple(map(sum, zip(*shapes, strict=True)))
         task = Task(
             name="batch",
             kind=kind,
@@ -728,11 +824,15 @@ class _RankLowering:
         return [same(name, TaskKind.DROPOUT, (rows, self.model.width))]
 
     def _add_update(self) -> None:
-        num_tensors = len(parameter_shapes(self.graph, self.model))
+        num_tensors = len(rank_parameter_shapes(self.plan, self.graph, self.model, self.rank))
         self._add_reductions(self._reductions.rest())
         if self.plan.shares_out:
             self._add(LOSS_TASK, TaskKind.ALL_REDUCE, Phase.UPDATE, (PARAMETER_BYTES,), Dtype.FLOAT32)
-        update_shape = (num_updated(self.plan, self.graph, self.model, self.plan.row_rank(self.rank)), num_tensors)
+        if self.plan.pipeline_parallel_degree > 1:
+            ranks, shape = self.plan.mesh.group(("pp",), self.rank), (PARAMETER_BYTES,)
+            behind = self._sent.values()
+            self._add(LOSS_SUM, TaskKind.ALL_REDUCE, Phase.UPDATE, shape, Dtype.FLOAT32, ranks=ranks, behind=behind)
+        update_shape = (num_updated(self.plan, self.graph, self.model, self.rank), num_tensors)
         # What goes on beside the others ends in order, so its last task stands for all.
         last = next(reversed(self._beside), "")
         self._add_clip(update_shape, last)
@@ -750,7 +850,7 @@ class _RankLowering:
         Args:
             last: name of the last reduction beside the others.
         """
-        ranks = tuple(range(self.plan.num_ranks)) if self.plan.shares_out else self._tensor_group
+        ranks = tuple(range(self.plan.num_ranks)) if self.plan.shares_out else self.plan.model_group(self.rank)
         if len(ranks) == 1:
             self._add("clip", TaskKind.CLIP, Phase.UPDATE, shape, Dtype.FLOAT32, result_of=last)
             return
@@ -915,7 +1015,7 @@ class _RankLowering:
             beyond_cache_ratio = beyond_cache_ratio_of(self.plan, shape, self.cluster)
         self.tasks.append(
             Task(
-                name=task_name(base, phase),
+                name=("" if phase is Phase.UPDATE else self._scope) + task_name(base, phase),
                 kind=kind,
                 phase=phase,
                 shape=shape,

@@ -19,7 +19,16 @@ from simulator.specs.plan import (
     SampledBatches,
     SampledLayer,
 )
-from simulator.specs.program import BATCH_KINDS, COLLECTIVES, HOST_COPIES, UPDATES, Phase, Task, TaskKind, stream_of
+from simulator.specs.program import (
+    BATCH_KINDS,
+    GROUP_COLLECTIVES,
+    HOST_COPIES,
+    UPDATES,
+    Phase,
+    Task,
+    TaskKind,
+    stream_of,
+)
 from simulator.specs.shares import PartShares
 from simulator.specs.units import GB, GIB, TERA, Dtype
 
@@ -199,7 +208,7 @@ def made_calibration(
                 spread=spread,
                 host_seconds=host_seconds,
             )
-            for kind in sorted(COLLECTIVES)
+            for kind in sorted(GROUP_COLLECTIVES)
             for count in num_ranks
             for num_bytes in _SIZES
         ),

@@ -21,6 +21,7 @@ from simulator.specs.plan import (
     Offload,
     ParameterSharding,
     PartitionSpec,
+    PipelineSchedule,
     Plan,
     Recompute,
     StepMode,
@@ -46,6 +47,10 @@ class Choices:
     graph_parallel_degree: int = 1
     tensor_parallel_degree: int = 1
     shard_parameters: ParameterSharding = ParameterSharding.NONE
+    pipeline_parallel_degree: int = 1
+    stages: tuple[int, ...] = ()
+    pipeline_schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
+    num_micro_batches: int = 1
     num_parts: int = 0
     parts_per_batch: int = 0
     exchange: Exchange | tuple[Exchange, ...] = Exchange.HALO
@@ -72,7 +77,8 @@ class Choices:
     @property
     def num_ranks(self) -> int:
         """Ranks of the plan."""
-        return self.data_parallel_degree * self.graph_parallel_degree * self.tensor_parallel_degree
+        of_stage = self.data_parallel_degree * self.graph_parallel_degree * self.tensor_parallel_degree
+        return of_stage * self.pipeline_parallel_degree
 
 
 def plan_of(
@@ -94,7 +100,7 @@ def plan_of(
             graph,
             choices.fan_outs,
             seeds_per_batch=choices.seeds_per_batch,
-            data_parallel_degree=choices.data_parallel_degree,
+            data_parallel_degree=choices.data_parallel_degree * choices.num_micro_batches,
         )
     partition = partition or partition_graph(graph, num_parts, seed=seed, folder=folder)
     if choices.part_ranks:
@@ -105,6 +111,10 @@ def plan_of(
         graph_parallel_degree=choices.graph_parallel_degree,
         tensor_parallel_degree=choices.tensor_parallel_degree,
         shard_parameters=choices.shard_parameters,
+        pipeline_parallel_degree=choices.pipeline_parallel_degree,
+        stages=choices.stages,
+        pipeline_schedule=choices.pipeline_schedule,
+        num_micro_batches=choices.num_micro_batches,
         partition=partition,
         parts_per_batch=num_parts
         if sampled or choices.part_ranks

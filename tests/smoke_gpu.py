@@ -97,6 +97,7 @@ FULL_GRAPH = {
         gradient_bucket_bytes=64 * 1024,
         overlap_gradients=True,
     ),
+    "two stages": Choices(pipeline_parallel_degree=2, stages=(1, 1)),
     "heads on two": Choices(tensor_parallel_degree=2),
     "heads on two, layers recomputed, replayed": Choices(
         tensor_parallel_degree=2, recompute=Recompute.LAYER, step_mode=StepMode.CUDA_GRAPH

@@ -37,6 +37,7 @@ from simulator.specs.plan import (
 )
 from simulator.specs.program import (
     COLLECTIVES,
+    GROUP_COLLECTIVES,
     SHAPE_FIELDS,
     Phase,
     Program,
@@ -64,7 +65,7 @@ seconds = st.floats(0, 10)
 positive_seconds = st.floats(1e-9, 10)
 positive_rates = st.floats(1e6, 1e16)
 compute_kinds = st.sampled_from([kind for kind in TaskKind if kind not in COLLECTIVES])
-collective_kinds = st.sampled_from(sorted(COLLECTIVES))
+collective_kinds = st.sampled_from(sorted(GROUP_COLLECTIVES))
 
 
 # --- Machines.

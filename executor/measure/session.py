@@ -24,7 +24,7 @@ from executor.progress import CountProgress
 from simulator.specs.calibration import Calibration, CollectiveSample, ComputeSample
 from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.files import read_calibration, write_calibration
-from simulator.specs.program import BATCH_KINDS, COLLECTIVES, HOST_COPIES, UPDATES, TaskKind
+from simulator.specs.program import BATCH_KINDS, GROUP_COLLECTIVES, HOST_COPIES, UPDATES, TaskKind
 from simulator.specs.units import Dtype
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ def expected_seconds(session: Session) -> float:
     """
     cases = _num_cases(session.effort)
     levels = len(_busy_levels(session.cluster))
-    collectives = len(COLLECTIVES) * len(session.effort.collective_bytes) * (session.cluster.devices_per_host > 1)
+    collectives = len(GROUP_COLLECTIVES) * len(session.effort.collective_bytes) * (session.cluster.devices_per_host > 1)
     of_case = 2 * session.effort.case_seconds + _CASE_SECONDS[session.cluster.device.kind]
     return 8 + cases * levels * len(session.precisions) * of_case + collectives * session.effort.case_seconds
 
@@ -181,7 +181,7 @@ def _collective_samples(session: Session, store: Store, rank: int, local_rank: i
                 local_rank=local_rank,
                 graph_parallel_degree=size,
             ) as place:
-                samples.extend(measure_collectives(session.effort, place, sorted(COLLECTIVES)))
+                samples.extend(measure_collectives(session.effort, place, sorted(GROUP_COLLECTIVES)))
         meet(group_store, "done", size, arrive=rank < size)
     return samples
 

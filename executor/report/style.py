@@ -44,6 +44,8 @@ KIND_COLOURS: dict[TaskKind, str] = {
     TaskKind.ALL_GATHER: "#b794f4",
     TaskKind.REDUCE_SCATTER: "#ed64a6",
     TaskKind.ALL_REDUCE: "#97266d",
+    TaskKind.SEND: "#d53f8c",
+    TaskKind.RECEIVE: "#fbb6ce",
 }
 WAITING_COLOUR = "#edf0f3"
 PREDICTED_COLOUR = "#2b6cb0"

@@ -122,6 +122,13 @@ def plan_words(plan: Plan) -> str:
     ]
     if plan.tensor_parallel_degree > 1:
         words.append(f"heads and feed-forward columns shared by {plan.tensor_parallel_degree} ranks with the same rows")
+    if plan.pipeline_parallel_degree > 1:
+        words.append(
+            f"layers in {plan.num_stages} stages of {', '.join(map(str, plan.stages))} on "
+            f"{plan.pipeline_parallel_degree} ranks ({plan.pipeline_schedule})"
+        )
+    if plan.num_micro_batches > 1:
+        words.append(f"{plan.num_micro_batches} micro-batches a step, each of:")
     if plan.shares_out:
         words.append(f"parameters, gradients and optimizer state shared out ({plan.shard_parameters})")
     if plan.is_full_graph:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from simulator.specs.checks import require, require_at_least, require_length, require_positive, require_share
 from simulator.specs.communication import Algorithm, Protocol
-from simulator.specs.program import SHAPE_FIELDS, Phase, TaskKind
+from simulator.specs.program import GROUP_COLLECTIVES, SHAPE_FIELDS, Phase, TaskKind
 from simulator.specs.units import Dtype
 
 
@@ -73,7 +73,7 @@ class CollectiveSample:
         require(1 <= self.num_hosts <= self.num_ranks, "num_hosts", "must be within 1 and num_ranks", self.num_hosts)
         require_at_least(2, num_ranks=self.num_ranks)
         require_at_least(0, num_bytes=self.num_bytes, host_seconds=self.host_seconds)
-        require(self.kind.is_collective, "kind", "must be a collective", self.kind.value)
+        require(self.kind in GROUP_COLLECTIVES, "kind", "must be a collective", self.kind.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,8 @@ _NCCL = {
     TaskKind.ALL_GATHER: "AllGather",
     TaskKind.REDUCE_SCATTER: "ReduceScatter",
     TaskKind.ALL_REDUCE: "AllReduce",
+    TaskKind.SEND: "SendRecv",
+    TaskKind.RECEIVE: "SendRecv",
 }
 # A thread of its own for the host, which has no stream's number.
 _HOST_TID = 1000

@@ -66,6 +66,14 @@ class ParameterSharding(StrEnum):
     ZERO3 = "zero3"  # the same, but a layer is gathered for either pass and given up behind it
 
 
+class PipelineSchedule(StrEnum):
+    """In which order a rank runs the passes of its stages over the micro-batches of a step."""
+
+    GPIPE = "gpipe"  # all forward passes, then all backward passes
+    ONE_F_ONE_B = "1f1b"  # a backward pass as soon as there is one to run, so that fewer micro-batches are kept
+    INTERLEAVED = "interleaved_1f1b"  # the same, each rank with several stages that lie apart, so that ranks idle less
+
+
 class StepMode(StrEnum):
     """How the operations of a step get to the device."""
 
@@ -274,6 +282,12 @@ class Plan:
         graph_parallel_degree: ranks that share a batch.
         tensor_parallel_degree: ranks that share the heads and feed-forward columns of all layers, for the same rows.
         shard_parameters: whether ranks with the same heads and columns share out parameters.
+        pipeline_parallel_degree: ranks that share the layers of a replica, one after another.
+        stages: layers of each stage, in order; stage s is on rank s modulo the degree of its pipeline. Empty for one
+            stage.
+        pipeline_schedule: of the passes of a pipeline's stages.
+        num_micro_batches: batches of a replica in a step, one after another: each is `parts_per_batch` parts, or
+            sampled neighbourhoods of `seeds_per_batch` seeds. The loss is the mean over the nodes of all of them.
         partition: the cut of the graph.
         parts_per_batch: parts that a replica trains on in one step.
         exchange: of each layer.
@@ -308,6 +322,10 @@ class Plan:
     graph_parallel_degree: int
     tensor_parallel_degree: int = 1
     shard_parameters: ParameterSharding = ParameterSharding.NONE
+    pipeline_parallel_degree: int = 1
+    stages: tuple[int, ...] = ()
+    pipeline_schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
+    num_micro_batches: int = 1
     partition: PartitionSpec
     parts_per_batch: int
     exchange: tuple[Exchange, ...]
@@ -336,6 +354,10 @@ class Plan:
         require_positive(data_parallel_degree=self.data_parallel_degree)
         require_positive(graph_parallel_degree=self.graph_parallel_degree)
         require_positive(tensor_parallel_degree=self.tensor_parallel_degree)
+        require_positive(pipeline_parallel_degree=self.pipeline_parallel_degree)
+        require_positive(num_micro_batches=self.num_micro_batches)
+        for num_layers in self.stages:
+            require(num_layers >= 1, "stages", "must hold numbers >= 1", num_layers)
         require_at_least(4, gradient_bucket_bytes=self.gradient_bucket_bytes)
         rule = f"must be within 1 and num_parts = {self.partition.num_parts}"
         require(
@@ -355,7 +377,12 @@ class Plan:
     @property
     def mesh(self) -> MeshShape:
         """Sizes of the axes of ranks."""
-        return MeshShape(dp=self.data_parallel_degree, gp=self.graph_parallel_degree, tp=self.tensor_parallel_degree)
+        return MeshShape(
+            dp=self.data_parallel_degree,
+            pp=self.pipeline_parallel_degree,
+            gp=self.graph_parallel_degree,
+            tp=self.tensor_parallel_degree,
+        )
 
     @property
     def num_ranks(self) -> int:
@@ -396,9 +423,10 @@ class Plan:
     @property
     def steps_per_epoch(self) -> int:
         """Steps after which every part, or every node to train on, was trained on once."""
+        batches_per_step = self.data_parallel_degree * self.num_micro_batches
         if self.sampled is not None:
-            return max(-(-self.num_train_nodes // (self.sampled.seeds_per_batch * self.data_parallel_degree)), 1)
-        parts_per_step = self.parts_per_batch * self.data_parallel_degree
+            return max(-(-self.num_train_nodes // (self.sampled.seeds_per_batch * batches_per_step)), 1)
+        parts_per_step = self.parts_per_batch * batches_per_step
         return -(-self.partition.num_parts // parts_per_step)
 
     @property
@@ -450,9 +478,51 @@ class Plan:
         """Return the place of `rank` in its gradient group: which of the ranks with rows of their own it is."""
         return self.mesh.place_in(ROW_AXES, rank)
 
+    @property
+    def cuts_steps(self) -> bool:
+        """Whether a step is several passes, over stages or micro-batches, whose tasks are told apart by name."""
+        return self.pipeline_parallel_degree > 1 or self.num_micro_batches > 1
 
-def batch_parts(plan: Plan, *, step: int, seed: int) -> tuple[tuple[int, ...], ...]:
-    """Return the parts that each replica trains on in a step; some may be empty at the end of an epoch.
+    @property
+    def num_stages(self) -> int:
+        """Stages of all ranks of a pipeline."""
+        return max(len(self.stages), 1)
+
+    def layers_of_stage(self, stage: int) -> range:
+        """Return the layers of a stage."""
+        if not self.stages:
+            return range(len(self.exchange))
+        first = sum(self.stages[:stage])
+        return range(first, first + self.stages[stage])
+
+    def pipeline_rank(self, rank: int) -> int:
+        """Return the place of `rank` in its pipeline."""
+        return self.mesh.coordinates(rank).pp
+
+    def stages_of(self, pipeline_rank: int) -> range:
+        """Return the stages of a rank by its place in its pipeline."""
+        return range(pipeline_rank, self.num_stages, self.pipeline_parallel_degree)
+
+    def stage_of(self, parameter: str) -> int:
+        """Return the stage that holds a parameter, told by its name, such as "layer0.edge_bias"."""
+        module = parameter.partition(".")[0]
+        if not module.startswith("layer"):
+            return 0 if module == "input" else self.num_stages - 1
+        index = int(module.removeprefix("layer"))
+        return next(stage for stage in range(self.num_stages) if index in self.layers_of_stage(stage))
+
+    def stage_group(self, rank: int, stage: int, other: int) -> tuple[int, int]:
+        """Return the ranks between which one stage of the pipeline of `rank` sends to another."""
+        pipeline, degree = self.mesh.group(("pp",), rank), self.pipeline_parallel_degree
+        return pipeline[stage % degree], pipeline[other % degree]
+
+    def model_group(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that hold one whole model together with `rank`."""
+        return self.mesh.group(("pp", "tp"), rank)
+
+
+def batch_parts(plan: Plan, *, step: int, seed: int, micro_batch: int = 0) -> tuple[tuple[int, ...], ...]:
+    """Return the parts of a micro-batch of each replica in a step; some may be empty at the end of an epoch.
 
     The order of parts is drawn anew for each epoch from `seed`. Simulator and executor both ask here.
     """
@@ -460,19 +530,20 @@ def batch_parts(plan: Plan, *, step: int, seed: int) -> tuple[tuple[int, ...], .
         return (tuple(range(plan.partition.num_parts)),) * plan.data_parallel_degree
     epoch, step_of_epoch = divmod(step, plan.steps_per_epoch)
     order = _shuffled(plan.partition.num_parts, seed=seed, epoch=epoch)
-    first = step_of_epoch * plan.parts_per_batch * plan.data_parallel_degree
+    batches_before = step_of_epoch * plan.num_micro_batches + micro_batch
+    first = batches_before * plan.parts_per_batch * plan.data_parallel_degree
     starts = [first + replica * plan.parts_per_batch for replica in range(plan.data_parallel_degree)]
     return tuple(tuple(order[start : start + plan.parts_per_batch]) for start in starts)
 
 
-def seed_ranges(plan: Plan, *, step: int) -> tuple[tuple[int, int], ...]:
-    """Return for each replica which of an epoch's seeds it trains on in a step: the first, and the one after the last.
+def seed_ranges(plan: Plan, *, step: int, micro_batch: int = 0) -> tuple[tuple[int, int], ...]:
+    """Return which of an epoch's seeds each replica has in a micro-batch of a step: the first, and one after the last.
 
     An epoch's seeds are dealt out to all its batches at once, so their numbers differ by one at most, every replica has
     as many steps, and no seed is left out. Simulator and executor both ask here.
     """
-    num_batches = plan.steps_per_epoch * plan.data_parallel_degree
-    first = step % plan.steps_per_epoch * plan.data_parallel_degree
+    num_batches = plan.steps_per_epoch * plan.num_micro_batches * plan.data_parallel_degree
+    first = (step % plan.steps_per_epoch * plan.num_micro_batches + micro_batch) * plan.data_parallel_degree
     bounds = [
         plan.num_train_nodes * batch // num_batches for batch in range(first, first + plan.data_parallel_degree + 1)
     ]

@@ -58,6 +58,8 @@ class TaskKind(StrEnum):
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_REDUCE = "all_reduce"
+    SEND = "send"
+    RECEIVE = "receive"
 
     @property
     def is_collective(self) -> bool:
@@ -67,7 +69,12 @@ class TaskKind(StrEnum):
 
 # Making the rows of a batch on the host and bringing them to the device.
 BATCH_KINDS = frozenset({TaskKind.CLUSTER_BATCH, TaskKind.SAMPLED_BATCH})
-COLLECTIVES = frozenset({TaskKind.ALL_TO_ALL, TaskKind.ALL_GATHER, TaskKind.REDUCE_SCATTER, TaskKind.ALL_REDUCE})
+# Both ends of a message from one rank to another, whose group is these two: it begins once both are there. The sender
+# goes on meanwhile.
+MESSAGES = frozenset({TaskKind.SEND, TaskKind.RECEIVE})
+# Collectives of a group, in which each rank does the same.
+GROUP_COLLECTIVES = frozenset({TaskKind.ALL_TO_ALL, TaskKind.ALL_GATHER, TaskKind.REDUCE_SCATTER, TaskKind.ALL_REDUCE})
+COLLECTIVES = GROUP_COLLECTIVES | MESSAGES
 # Of a backward pass of attention that goes in two: over the sources of edges, for the gradients of keys and values, and
 # over their targets, for those of queries.
 ATTENTION_PASSES = frozenset({TaskKind.ATTENTION_SOURCES, TaskKind.ATTENTION_TARGETS})
@@ -167,6 +174,8 @@ SHAPE_FIELDS: dict[TaskKind, tuple[str, ...]] = {
     TaskKind.ALL_GATHER: ("bytes",),
     TaskKind.REDUCE_SCATTER: ("bytes",),
     TaskKind.ALL_REDUCE: ("bytes",),
+    TaskKind.SEND: ("bytes",),
+    TaskKind.RECEIVE: ("bytes",),
 }
 
 
@@ -189,6 +198,10 @@ class Stream(StrEnum):
     DEVICE_TO_HOST = "device_to_host"
     LOADER = "loader"  # makes batches, in a thread of its own where they are prefetched
     HOST = "host"  # what the host computes itself, and waits for
+    # Messages between stages, where those of activations and of gradients do not wait for one another.
+    SENT_ACTIVATIONS = "sent_activations"
+    SENT_GRADIENTS = "sent_gradients"
+    RECEIVED = "received"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,11 +209,11 @@ class Task:
     """One piece of work of one rank.
 
     Attributes:
-        name: unique within a rank's step; the same on every rank of a collective's group.
+        name: unique within a rank's step; the same on every rank of a collective's group, so at both ends of a message.
         shape: counts as `SHAPE_FIELDS` says.
         dtype: of the numbers that it works on.
         waits_for: indices of earlier tasks of this rank, on other streams, that must end first.
-        group: ranks of a collective, in order; empty otherwise.
+        group: ranks of a collective, in order, of a message its source and its target; empty otherwise.
         receives: of an all-to-all, bytes that this rank makes room for from each rank of the group, in the group's
             order; empty where that is not known, as in recorded steps, and of other kinds.
         blocks_host: the host thread waits until it has ended.
@@ -238,6 +251,8 @@ def stream_of(kind: TaskKind) -> Stream:
     """Return the stream on which tasks of a kind run."""
     if kind in BATCH_KINDS:
         return Stream.LOADER
+    if kind in MESSAGES:
+        return Stream.SENT_ACTIVATIONS if kind is TaskKind.SEND else Stream.RECEIVED
     if kind in _STREAMS:
         return _STREAMS[kind]
     return Stream.COMMUNICATION if kind.is_collective else Stream.COMPUTE

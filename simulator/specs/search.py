@@ -6,7 +6,7 @@ from enum import StrEnum
 from simulator.specs.checks import require, require_at_least, require_positive
 from simulator.specs.gradients import GradientCompression
 from simulator.specs.order import NodeOrder
-from simulator.specs.plan import Exchange, ExchangePayload, Offload, ParameterSharding, Recompute
+from simulator.specs.plan import Exchange, ExchangePayload, Offload, ParameterSharding, PipelineSchedule, Recompute
 from simulator.specs.units import MIB, Dtype
 
 
@@ -27,6 +27,12 @@ class SearchSpec:
         num_ranks: numbers of ranks to try; empty for every power of two up to the cluster, and the cluster.
         tensor_parallel_degrees: numbers of ranks that share heads and feed-forward columns, to try where they share
             them evenly; empty for 1, and on GPUs every power of two up to the devices of a host.
+        pipeline_parallel_degrees: numbers of ranks that share the layers of a replica, to try where there are as many
+            layers.
+        pipeline_schedules: to try with several stages; where they are interleaved, with two stages a rank, four and so
+            on, as the layers allow.
+        num_micro_batches: batches of a replica in a step to try where they are not the full graph; more of them make
+            a step's batch larger, and a pipeline idle less.
         parameter_shardings: choices to try where several ranks hold other rows.
         shared_part_counts: numbers of parts to cut the full graph into beside one a rank, tried where ranks are more;
             the parts with most work are then served by several, each with heads of its own.
@@ -53,6 +59,9 @@ class SearchSpec:
 
     num_ranks: tuple[int, ...] = ()
     tensor_parallel_degrees: tuple[int, ...] = ()
+    pipeline_parallel_degrees: tuple[int, ...] = (1,)
+    pipeline_schedules: tuple[PipelineSchedule, ...] = (PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.INTERLEAVED)
+    num_micro_batches: tuple[int, ...] = (1,)
     parameter_shardings: tuple[ParameterSharding, ...] = (ParameterSharding.NONE,)
     shared_part_counts: tuple[int, ...] = ()
     batches: tuple[BatchKind, ...] = (BatchKind.FULL_GRAPH,)
@@ -104,13 +113,17 @@ class SearchSpec:
             "gradient_bucket_bytes",
             "gradient_compressions",
             "parameter_shardings",
+            "pipeline_parallel_degrees",
+            "pipeline_schedules",
+            "num_micro_batches",
         )
         for field in choices:
             require(len(getattr(self, field)) > 0, field, "must name at least one choice", getattr(self, field))
         for num_ranks in self.num_ranks:
             require(num_ranks >= 1, "num_ranks", "must hold numbers >= 1", num_ranks)
-        for degree in self.tensor_parallel_degrees:
-            require(degree >= 1, "tensor_parallel_degrees", "must hold numbers >= 1", degree)
+        for field in ("tensor_parallel_degrees", "pipeline_parallel_degrees", "num_micro_batches"):
+            for number in getattr(self, field):
+                require(number >= 1, field, "must hold numbers >= 1", number)
         for count in self.shared_part_counts:
             require(count >= 2, "shared_part_counts", "must hold numbers >= 2: use head_all_to_all for one part", count)
         if self.shared_part_counts:

@@ -37,6 +37,7 @@ from simulator.specs.plan import (
     ParameterSharding,
     PartitionMethod,
     PartitionSpec,
+    PipelineSchedule,
     Plan,
     Recompute,
     SampledBatches,
@@ -85,6 +86,10 @@ class Case:
     graph_parallel_degree: int = 1
     tensor_parallel_degree: int = 1
     shard_parameters: ParameterSharding = ParameterSharding.NONE
+    pipeline_parallel_degree: int = 1
+    stages: tuple[int, ...] = ()
+    pipeline_schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
+    num_micro_batches: int = 1
     num_parts: int = 0
     parts_per_batch: int = 0
     exchange: tuple[Exchange, ...] = (Exchange.NONE, Exchange.NONE)
@@ -630,6 +635,79 @@ CASES = {
         model=FOUR_HEADS,
         shard_parameters=ParameterSharding.ZERO2,
     ),
+    "micro-batches": Case(num_parts=7, parts_per_batch=2, num_micro_batches=3, recompute=(KEEP, AGAIN), model=DROPOUT),
+    "micro-batches, samples on two": Case(
+        data_parallel_degree=2, num_parts=2, num_micro_batches=2, fan_outs=(4, 3), seeds_per_batch=40, is_sparse=True
+    ),
+    "two stages, full graph": Case(pipeline_parallel_degree=2, stages=(1, 1)),
+    "two stages, GPipe": Case(
+        pipeline_parallel_degree=2,
+        stages=(1, 1),
+        pipeline_schedule=PipelineSchedule.GPIPE,
+        num_micro_batches=3,
+        num_parts=4,
+        model=DROPOUT,
+        gradient_bucket_bytes=4 * KIB,
+    ),
+    "two stages, 1F1B, everything": Case(
+        pipeline_parallel_degree=2,
+        stages=(2, 1),
+        num_micro_batches=3,
+        num_parts=4,
+        exchange=(Exchange.NONE,) * 3,
+        recompute=(AGAIN, KEEP, AGAIN),
+        model=EVERYTHING,
+        is_sparse=True,
+        prefetch_batches=1,
+    ),
+    "two stages, interleaved": Case(
+        pipeline_parallel_degree=2,
+        stages=(1, 1, 1, 1),
+        pipeline_schedule=PipelineSchedule.INTERLEAVED,
+        num_micro_batches=2,
+        num_parts=5,
+        exchange=(Exchange.NONE,) * 4,
+        recompute=(KEEP, AGAIN, KEEP, KEEP),
+        model=dataclasses.replace(MODEL, num_layers=4),
+    ),
+    "three stages, samples, bf16": Case(
+        pipeline_parallel_degree=3,
+        stages=(1, 1, 1),
+        num_micro_batches=3,
+        fan_outs=(3, 3, 3),
+        seeds_per_batch=40,
+        exchange=(Exchange.NONE,) * 3,
+        recompute=(KEEP, KEEP, AGAIN),
+        precision=Dtype.BFLOAT16,
+        model=dataclasses.replace(DROPOUT, num_layers=3),
+    ),
+    "two stages of two graph ranks": Case(
+        pipeline_parallel_degree=2,
+        stages=(1, 1),
+        graph_parallel_degree=2,
+        num_micro_batches=2,
+        num_parts=6,
+        exchange=(HALO, GATHER),
+        overlaps=True,
+        model=DROPOUT,
+    ),
+    "two replicas of two stages": Case(
+        data_parallel_degree=2,
+        pipeline_parallel_degree=2,
+        stages=(1, 1),
+        num_micro_batches=2,
+        num_parts=5,
+        gradient_compression=IN_BF16,
+    ),
+    "two stages of two tensor ranks": Case(
+        pipeline_parallel_degree=2,
+        stages=(1, 1),
+        tensor_parallel_degree=2,
+        num_micro_batches=2,
+        num_parts=3,
+        recompute=(AGAIN, KEEP),
+        model=FOUR_HEADS,
+    ),
     "tensor, recomputed in three ways": Case(
         tensor_parallel_degree=2, exchange=(Exchange.NONE,) * 3, recompute=LADDER, model=ALL_OF_FOUR_HEADS
     ),
@@ -806,6 +884,10 @@ def _plan(case: Case, graph: Graph, part_N: np.ndarray, num_parts: int) -> Plan:
         graph_parallel_degree=case.graph_parallel_degree,
         tensor_parallel_degree=case.tensor_parallel_degree,
         shard_parameters=case.shard_parameters,
+        pipeline_parallel_degree=case.pipeline_parallel_degree,
+        stages=case.stages,
+        pipeline_schedule=case.pipeline_schedule,
+        num_micro_batches=case.num_micro_batches,
         partition=partition,
         parts_per_batch=num_parts
         if case.fan_outs or case.part_ranks
@@ -837,7 +919,7 @@ def _sampled(case: Case, graph: Graph) -> SampledBatches | None:
         graph,
         case.fan_outs,
         seeds_per_batch=case.seeds_per_batch,
-        data_parallel_degree=case.data_parallel_degree,
+        data_parallel_degree=case.data_parallel_degree * case.num_micro_batches,
     )
 
 
@@ -886,7 +968,7 @@ def _run_case(prepared: Prepared, store: Store, rank: int) -> ObservedStep:
         recorder = Recorder(annotate=True, precision=plan.precision)
         trainer = Trainer(plan, prepared.spec, case.model, TRAIN, prepared.inputs, place, recorder)
         for step in range(case.step):
-            trainer.step(step, trainer.batch(step))
+            trainer.step(step, *trainer.micro_batches(step))
         # Its times are those of the best of three: one interruption outside of a task outlasts a step of a millisecond.
         with contextlib.closing(trainer):
             observed = [observe_step(trainer, case.step) for _ in range(3)]

@@ -147,7 +147,7 @@ def observe_step(trainer: Trainer, step: int) -> ObservedStep:
         torch.cuda.synchronize()
     with _probes() as probes, torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
         trainer.recorder.start(prefix=TASK_PREFIX)
-        trainer.step(step, trainer.batch(step))
+        trainer.step(step, *trainer.micro_batches(step))
         trainer.recorder.stop()
         if on_gpu:
             torch.cuda.synchronize()
@@ -324,6 +324,8 @@ def _probes() -> Iterator[list[Probe]]:
             ),
             (dist, "all_to_all_single", _all_to_all_call),
             (dist, "all_reduce", _all_reduce_call),
+            (dist, "isend", _send_call),
+            (dist, "irecv", _receive_call),
             (executor.exchange, "all_gather_single", functools.partial(_call_with_output, "all_gather")),
             (executor.exchange, "reduce_scatter_single", functools.partial(_call_with_output, "reduce_scatter")),
             (executor.shared_out, "all_gather_single", functools.partial(_call_with_output, "all_gather")),
@@ -399,6 +401,14 @@ def _all_to_all_call(
 
 def _all_reduce_call(tensor: torch.Tensor, *_: Any, group: dist.ProcessGroup | None = None, **__: Any) -> Call:
     return Call(function="all_reduce", sent_bytes=(tensor.nbytes,), ranks=_ranks(group))
+
+
+def _send_call(tensor: torch.Tensor, *, dst: int, **_: Any) -> Call:
+    return Call(function="send", sent_bytes=(tensor.nbytes,), ranks=(dist.get_rank(), dst))
+
+
+def _receive_call(tensor: torch.Tensor, *, src: int, **_: Any) -> Call:
+    return Call(function="receive", sent_bytes=(tensor.nbytes,), ranks=(src, dist.get_rank()))
 
 
 def _call_with_output(
@@ -493,13 +503,14 @@ def _batch_of_parts(
     if Exchange.HEAD_ALL_TO_ALL in exchanges:
         edges += int((is_kept_E & (owner_N[graph.target_E] >= 0)).sum())
     counts = (len(owner_N), int(mine_N.sum()), edges, _num_features(graph, encodings, mine_N))
-    return Operands(function="batch", counts=counts)
+    return Operands(function="batch", counts=counts if named["has_features"] else (*counts[:3], 0))
 
 
-def _batch_of_samples(graph: Graph, encodings: np.ndarray | None, sample: Neighbourhood, **_: Any) -> Operands:
+def _batch_of_samples(graph: Graph, encodings: np.ndarray | None, sample: Neighbourhood, **named: Any) -> Operands:
     edges = sum(int(layer.indptr_N1[-1]) for layer in sample.layers)
     seeds = len(sample.layers[-1].indptr_N1) - 1
-    counts = (seeds, len(sample.node_N), edges, _num_features(graph, encodings, sample.node_N))
+    num_features = _num_features(graph, encodings, sample.node_N) if named["has_features"] else 0
+    counts = (seeds, len(sample.node_N), edges, num_features)
     return Operands(function="batch", counts=counts)
 
 

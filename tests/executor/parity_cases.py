@@ -24,6 +24,7 @@ from simulator.specs.plan import (
     ExchangePayload,
     Offload,
     ParameterSharding,
+    PipelineSchedule,
     Plan,
     Recompute,
     SampledBatches,
@@ -75,10 +76,14 @@ class ParityCase:
     graph_parallel_degree: int = 1
     tensor_parallel_degree: int = 1
     shard_parameters: ParameterSharding = ParameterSharding.NONE
+    stages: tuple[int, ...] = ()
+    pipeline_parallel_degree: int = 1
+    pipeline_schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
+    num_micro_batches: int = 1
     num_parts: int = 0
     parts_per_batch: int = 0
-    exchange: tuple[Exchange, Exchange] = (NONE, NONE)
-    recompute: tuple[Recompute, Recompute] = (KEEP, KEEP)
+    exchange: tuple[Exchange, ...] = (NONE, NONE)
+    recompute: tuple[Recompute, ...] = (KEEP, KEEP)
     precision: Dtype = Dtype.FLOAT32
     gradient_bucket_bytes: int = 25 * MIB
     overlap_gradients: bool = False
@@ -103,7 +108,8 @@ class ParityCase:
     @property
     def num_ranks(self) -> int:
         """Ranks of the plan."""
-        return self.data_parallel_degree * self.graph_parallel_degree * self.tensor_parallel_degree
+        of_stage = self.data_parallel_degree * self.graph_parallel_degree * self.tensor_parallel_degree
+        return of_stage * self.pipeline_parallel_degree
 
     @cached_property
     def graph(self) -> Graph:
@@ -121,7 +127,7 @@ class ParityCase:
         return ModelSpec(
             width=16,
             num_heads=self.num_heads,
-            num_layers=2,
+            num_layers=len(self.exchange),
             feed_forward_width=24,
             dropout_ratio=0.3 if self.extras else 0.0,
             edge_bias=EdgeBias.DEGREE if self.extras else EdgeBias.NONE,
@@ -154,6 +160,10 @@ class ParityCase:
             graph_parallel_degree=self.graph_parallel_degree,
             tensor_parallel_degree=self.tensor_parallel_degree,
             shard_parameters=self.shard_parameters,
+            pipeline_parallel_degree=self.pipeline_parallel_degree,
+            stages=self.stages,
+            pipeline_schedule=self.pipeline_schedule,
+            num_micro_batches=self.num_micro_batches,
             partition=partition_of(
                 self.graph,
                 self.part_N,
@@ -192,7 +202,7 @@ class ParityCase:
             self.graph,
             self.fan_outs,
             seeds_per_batch=self.seeds_per_batch,
-            data_parallel_degree=self.data_parallel_degree,
+            data_parallel_degree=self.data_parallel_degree * self.num_micro_batches,
         )
 
     @cached_property
@@ -246,9 +256,14 @@ class ParityCase:
         """Return for each node the replica that trains on it in a step, or the part between whose nodes edges stay."""
         plan, part_N = self.plan, self.part_N
         block_N = np.full(len(part_N), -1)
-        for replica, parts in enumerate(batch_parts(plan, step=step, seed=self.train.seed)):
+        batches = [
+            parts
+            for micro_batch in range(self.num_micro_batches)
+            for parts in batch_parts(plan, step=step, seed=self.train.seed, micro_batch=micro_batch)
+        ]
+        for block, parts in enumerate(batches):
             is_mine_N = np.isin(part_N, parts)
-            block_N[is_mine_N] = replica if self.between_edges else part_N[is_mine_N]
+            block_N[is_mine_N] = block if self.between_edges else part_N[is_mine_N]
         return block_N
 
     def _sampled_step(self, step: int) -> SampledStep:
@@ -663,6 +678,96 @@ def _parts_of_several_ranks() -> dict[str, ParityCase]:
     }
 
 
+def _pipelines() -> dict[str, ParityCase]:
+    """Return plans of stages and micro-batches, alone and with every other axis."""
+    g_pipe, one_f_one_b, interleaved = PipelineSchedule
+    four: dict[str, Any] = {"exchange": (NONE,) * 4, "recompute": (KEEP,) * 4}
+    extras: dict[str, Any] = {"extras": True, "recompute": (KEEP, AGAIN, AGAIN, KEEP)}
+    two = ParityCase(pipeline_parallel_degree=2, num_parts=9, stages=(2, 2), num_micro_batches=4, **four)
+    halo: dict[str, Any] = {"graph_parallel_degree": 2, "exchange": (HALO, ALL_GATHER, HALO, HALO)}
+    found: dict[str, ParityCase] = {}
+    for name, schedule in {"GPipe": g_pipe, "1F1B": one_f_one_b, "interleaved": interleaved}.items():
+        stages = (1, 1, 1, 1) if schedule is interleaved else (3, 1)
+        case = replace(two, pipeline_schedule=schedule, stages=stages)
+        replicas = replace(case, data_parallel_degree=2, num_micro_batches=2, **extras)
+        shared = replace(case, num_micro_batches=2)
+        found |= {
+            f"2 stages, {name}": case,
+            f"2 stages, {name}, all extras, sparse": replace(case, graph_name="sparse", parts_per_batch=2, **extras),
+            f"2 replicas of 2 stages, {name}": replace(replicas, cut="lonely last"),
+            f"2 stages of 2 graph ranks, {name}": replace(shared, **halo),
+        }
+    full = ParityCase(pipeline_parallel_degree=2, stages=(1, 1))
+    sampled = replace(two, num_parts=1, fan_outs=(3, 2, 2, 2), seeds_per_batch=4, num_micro_batches=3)
+    return found | {
+        "2 stages, full graph": replace(full, extras=True, recompute=(AGAIN, KEEP)),
+        "2 stages of 2 graph ranks, full graph, overlapped": replace(
+            full, graph_parallel_degree=2, exchange=(HALO, ALL_GATHER), overlaps=True, payload=ROWS, chunk_bytes=300
+        ),
+        "2 stages of 2 tensor ranks": replace(two, tensor_parallel_degree=2, parts_per_batch=2, **extras),
+        "2 stages of 2 graph ranks, heads": replace(
+            two,
+            graph_parallel_degree=2,
+            exchange=(HEADS, HALO, HEADS, HEADS),
+            num_heads=4,
+            num_micro_batches=2,
+            **extras,
+        ),
+        "4 stages, 1F1B": replace(two, pipeline_parallel_degree=4, stages=(1, 1, 1, 1), num_micro_batches=6, **extras),
+        "4 stages, GPipe, fewer micro-batches": replace(
+            two,
+            pipeline_parallel_degree=4,
+            stages=(1, 1, 1, 1),
+            num_micro_batches=2,
+            pipeline_schedule=g_pipe,
+            gradient_bucket_bytes=SMALL_BUCKETS,
+        ),
+        "3 stages, more micro-batches than parts at the end": replace(
+            two, pipeline_parallel_degree=3, stages=(1, 2, 1), num_micro_batches=4, cut="unlabelled last"
+        ),
+        "2 stages, sampled": sampled,
+        "2 replicas of 2 stages, sampled, made ahead": replace(
+            sampled, data_parallel_degree=2, num_parts=2, prefetch_batches=2, pipeline_schedule=g_pipe, **extras
+        ),
+        "2 stages, interleaved, sampled, sparse": replace(
+            sampled,
+            pipeline_schedule=interleaved,
+            stages=(1, 1, 1, 1),
+            num_micro_batches=2,
+            graph_name="sparse",
+            ordered=True,
+            **extras,
+        ),
+        "2 stages, kept clusters": replace(two, keep_batches=True, gradient_compression=AS_THEY_ARE),
+        "2 replicas of 2 stages, all entries": replace(
+            two, data_parallel_degree=2, num_micro_batches=2, gradient_compression=ALL_ENTRIES
+        ),
+        "2 stages, no edges": replace(two, graph_name="edgeless"),
+        "2 replicas of 2 stages on two nodes": replace(
+            two, data_parallel_degree=2, graph_name="two nodes", cut="by node", num_micro_batches=2, num_parts=4
+        ),
+        "3 micro-batches": ParityCase(num_parts=7, num_micro_batches=3, extras=True, recompute=(AGAIN, KEEP)),
+        "2 micro-batches, edges between parts dropped": ParityCase(
+            num_parts=7, parts_per_batch=3, num_micro_batches=2, between_edges=False, prefetch_batches=1
+        ),
+        "3 micro-batches, sampled": ParityCase(
+            num_parts=1, fan_outs=(3, 2), seeds_per_batch=4, num_micro_batches=3, extras=True
+        ),
+        "2 replicas of 2 graph ranks, 2 micro-batches": ParityCase(
+            data_parallel_degree=2,
+            graph_parallel_degree=2,
+            num_parts=9,
+            num_micro_batches=2,
+            exchange=(HALO, ALL_GATHER),
+            overlaps=True,
+            extras=True,
+        ),
+        "2 tensor ranks, 2 micro-batches": ParityCase(
+            tensor_parallel_degree=2, num_parts=5, num_micro_batches=2, extras=True, recompute=(AGAIN, KEEP)
+        ),
+    }
+
+
 def _memory() -> dict[str, ParityCase]:
     """Return every way to keep less of a layer with every way in which its attention runs."""
     found: dict[str, ParityCase] = {}
@@ -803,6 +908,29 @@ def _bfloat16() -> dict[str, ParityCase]:
         },
         "parts on 1 and 2 ranks, bf16": _served(1, 2, precision=half, recompute=(AGAIN, KEEP)),
         "parts on 2, 1 and 1 ranks, bf16": _served(2, 1, 1, precision=half, extras=True),
+        "2 stages of 2 graph ranks, bf16": ParityCase(
+            pipeline_parallel_degree=2,
+            stages=(1, 1),
+            num_micro_batches=2,
+            graph_parallel_degree=2,
+            num_parts=5,
+            exchange=(HALO, ALL_GATHER),
+            precision=half,
+            recompute=(AGAIN, KEEP),
+        ),
+        "2 stages, interleaved, bf16, gradients in bf16": ParityCase(
+            pipeline_parallel_degree=2,
+            stages=(1, 1, 1, 1),
+            pipeline_schedule=PipelineSchedule.INTERLEAVED,
+            num_micro_batches=2,
+            data_parallel_degree=2,
+            num_parts=9,
+            exchange=(NONE,) * 4,
+            recompute=(KEEP,) * 4,
+            precision=half,
+            gradient_compression=IN_BF16,
+        ),
+        "2 micro-batches, bf16": ParityCase(num_parts=5, num_micro_batches=2, precision=half, extras=True),
         "2 tensor ranks, bf16": ParityCase(
             tensor_parallel_degree=2, precision=half, extras=True, recompute=(KEEP, AGAIN)
         ),
@@ -871,9 +999,13 @@ EXACT_CASES = {
     **_tensor_parallel(),
     **_shared_out(),
     **_parts_of_several_ranks(),
+    **_pipelines(),
     **_memory(),
     **_memory_of_shares(),
 }
 ROUNDED_CASES = _bfloat16()
 LOSSY_CASES = _lossy()
 CASES = {**EXACT_CASES, **ROUNDED_CASES, **LOSSY_CASES}
+CASES_IN_PASSES = tuple(
+    name for name, case in CASES.items() if case.pipeline_parallel_degree > 1 or case.num_micro_batches > 1
+)

@@ -107,7 +107,7 @@ def _train(case: ParityCase, place: Place) -> RankResult:
         trainer.host_optimizer.load_parameters()
     first_accuracies = astuple(trainer.evaluate())
     gradients = _gradients_before_updates(trainer)
-    losses = [float(trainer.step(step, trainer.batch(step))) for step in range(NUM_STEPS)]
+    losses = [float(trainer.step(step, *trainer.micro_batches(step))) for step in range(NUM_STEPS)]
     trainer.close()
     return RankResult(
         drawn=drawn,
@@ -127,7 +127,7 @@ def _gradients_before_updates(trainer: Trainer) -> list[Parameters]:
     def look_and_update() -> None:
         parameters = trainer.parameters
         gradients = {name: own.grad for name, own in parameters.own.items() if own.grad is not None}
-        seen.append({name: parameters.whole(name, value).cpu().clone() for name, value in gradients.items()})
+        seen.append({name: value.cpu().clone() for name, value in parameters.gathered(gradients).items()})
         update()
 
     trainer.update = look_and_update  # type: ignore[method-assign]

@@ -24,7 +24,7 @@ from simulator.specs.calibration import Calibration
 from simulator.specs.checkpoint import CheckpointManifest
 from simulator.specs.document import content_sha256
 from simulator.specs.files import read_calibration, read_manifest, read_plan, read_trace, write_calibration, write_plan
-from simulator.specs.plan import Exchange, ParameterSharding
+from simulator.specs.plan import Exchange, ParameterSharding, PipelineSchedule
 from simulator.specs.units import Dtype
 from tests.executor.checkpoint_cases import NUM_SAVED_STEPS, NUM_STEPS, SAVED, UNSAVED, planned, saved
 from tests.executor.test_train import one_rank_trainer
@@ -54,6 +54,14 @@ SHARED = {
         graph_parallel_degree=2, tensor_parallel_degree=2, shard_parameters=ZERO3
     ),
 }
+# Ranks that hold other layers.
+STAGES = {
+    "2 stages": Choices(pipeline_parallel_degree=2, stages=(1, 1)),
+    "2 stages of 2 graph ranks": Choices(
+        pipeline_parallel_degree=2, stages=(1, 1), graph_parallel_degree=2, pipeline_schedule=PipelineSchedule.GPIPE
+    ),
+    "2 stages of 2 tensor ranks": Choices(pipeline_parallel_degree=2, stages=(1, 1), tensor_parallel_degree=2),
+}
 PAIRS = [
     *((old, new) for group in (FULL_GRAPH, CLUSTERS) for old in group for new in group),
     *((old, "1 rank") for old in SHARED),
@@ -61,6 +69,8 @@ PAIRS = [
     # Each to the next one, and the last to the first.
     *zip(SHARED, [*SHARED][1:] + [*SHARED][:1], strict=True),
     ("2 graph ranks of 2 tensor ranks, shared out", "4 ranks, shared out"),
+    *((old, "1 rank") for old in STAGES),
+    *zip(["2 ranks, halo", "2 stages", "4 ranks, shared out"], STAGES, strict=True),
 ]
 
 
@@ -68,7 +78,9 @@ PAIRS = [
 def matrix(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with each plan's whole run, saved halfway, and each run that went on from another one's checkpoint."""
     folder: Path = tmp_path_factory.mktemp("matrix")
-    whole = {name: planned(folder, name, choices) for name, choices in (FULL_GRAPH | CLUSTERS | SHARED).items()}
+    whole = {
+        name: planned(folder, name, choices) for name, choices in (FULL_GRAPH | CLUSTERS | SHARED | STAGES).items()
+    }
     run_plans(list(whole.values()))
     runs = [going_on(whole[new], folder / f"pair{index}", saved(whole[old])) for index, (old, new) in enumerate(PAIRS)]
     half = planned(folder, "in bf16", Choices(precision=Dtype.BFLOAT16))

@@ -20,7 +20,16 @@ from executor.measure.session import Session, effort_of, expected_seconds, run_h
 from simulator.specs.calibration import Calibration
 from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.files import read_calibration
-from simulator.specs.program import ATTENTION_PASSES, COLLECTIVES, HOST_COPIES, SHAPE_FIELDS, UPDATES, Phase, TaskKind
+from simulator.specs.program import (
+    ATTENTION_PASSES,
+    COLLECTIVES,
+    GROUP_COLLECTIVES,
+    HOST_COPIES,
+    SHAPE_FIELDS,
+    UPDATES,
+    Phase,
+    TaskKind,
+)
 from simulator.specs.units import Dtype
 from tests.made import phases_of
 
@@ -73,7 +82,7 @@ def test_every_kind_is_measured_in_every_phase_format_and_number_of_busy_devices
 @pytest.mark.dist
 def test_every_collective_is_measured_at_every_size(calibration):
     found = {(s.kind, s.num_ranks, s.num_bytes) for s in calibration.collectives}
-    assert found == {(kind, 2, num_bytes) for kind in COLLECTIVES for num_bytes in TINY.collective_bytes}
+    assert found == {(kind, 2, num_bytes) for kind in GROUP_COLLECTIVES for num_bytes in TINY.collective_bytes}
 
 
 @pytest.mark.dist

@@ -20,7 +20,15 @@ from tests.executor.dense_reference import (
     accuracy_ratios,
     train_reference,
 )
-from tests.executor.parity_cases import CASES, EXACT_CASES, LOSSY_CASES, NUM_STEPS, ROUNDED_CASES, ParityCase
+from tests.executor.parity_cases import (
+    CASES,
+    CASES_IN_PASSES,
+    EXACT_CASES,
+    LOSSY_CASES,
+    NUM_STEPS,
+    ROUNDED_CASES,
+    ParityCase,
+)
 from tests.executor.parity_ranks import ParityRuns, RankResult, cases_of_devices, result_of, run_parity_cases
 
 pytestmark = pytest.mark.dist
@@ -28,10 +36,27 @@ EXACT, ROUNDED = 1e-5, 2e-2
 
 
 @pytest.fixture(scope="session")
-def parity_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with the results of every case, run once."""
+def plain_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the results of every case whose steps are one pass, run once."""
     folder: Path = tmp_path_factory.mktemp("parity")
-    run_parity_cases(ParityRuns(kind=DeviceKind.CPU, names=tuple(CASES), folder=folder))
+    names = tuple(name for name in CASES if name not in CASES_IN_PASSES)
+    run_parity_cases(ParityRuns(kind=DeviceKind.CPU, names=names, folder=folder))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def folder_of_passes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of cases with stages or micro-batches."""
+    folder: Path = tmp_path_factory.mktemp("parity_in_passes")
+    run_parity_cases(ParityRuns(kind=DeviceKind.CPU, names=CASES_IN_PASSES, folder=folder))
+    return folder
+
+
+@pytest.fixture
+def parity_folder(request: pytest.FixtureRequest) -> Path:
+    """Folder with the results of the case of a test; each launch is within the time that a test may take."""
+    name = request.node.callspec.params.get("name") if hasattr(request.node, "callspec") else None
+    folder: Path = request.getfixturevalue("folder_of_passes" if name in CASES_IN_PASSES else "plain_folder")
     return folder
 
 
@@ -46,13 +71,13 @@ def gpu_parity_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reference_of(case: ParityCase) -> ReferenceRun:
     """Return how one process trains; cases that differ in how the work is spread share it."""
     steps = tuple(_as_bytes(case.step(step)) for step in range(NUM_STEPS))
-    key = (case.graph_name, case.extras, case.num_heads, steps)
+    key = (case.graph_name, case.extras, case.num_heads, case.model.num_layers, steps)
     if key not in _REFERENCES:
         _REFERENCES[key] = train_reference(case.problem, case.initial, [case.step(step) for step in range(NUM_STEPS)])
     return _REFERENCES[key]
 
 
-_REFERENCES: dict[tuple[str, bool, int, tuple[bytes, ...]], ReferenceRun] = {}
+_REFERENCES: dict[tuple[str, bool, int, int, tuple[bytes, ...]], ReferenceRun] = {}
 
 
 def _as_bytes(step: Step) -> bytes:

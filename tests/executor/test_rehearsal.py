@@ -1,5 +1,6 @@
 """A rank's step without numbers does what its program says, for plans of every kind; and what does not is found."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,13 +12,13 @@ import executor.attention.fakes  # noqa: F401  # shapes without numbers
 from executor import operations
 from executor.attention import parts
 from executor.attention.graph import EdgeGraph
-from executor.batches import sampled_work
+from executor.batches import sampled_works
 from executor.rehearsal import Rehearsal, rehearse
 from simulator.matching import mismatches
 from simulator.specs.cluster import DeviceKind
 from simulator.specs.decision import PlanFile
 from simulator.specs.program import Program, Task, TaskKind
-from simulator.workload import RankWork, lower, rank_work
+from simulator.workload import RankWork, lower, rank_work, works_of_rank
 from tests.conformance.cases import CASES, TRAIN, Prepared, cluster_of, prepare
 from tests.executor import parity_cases
 from tests.plans import plan_file_of
@@ -30,7 +31,7 @@ class Rank:
     prepared: Prepared
     file: PlanFile
     rank: int
-    work: RankWork
+    works: Sequence[RankWork]
     counted: tuple[Task, ...]
     exact: tuple[Task, ...]
 
@@ -39,7 +40,7 @@ class Rank:
         prepared = self.prepared
         known = self.exact if from_graph else self.counted
         inputs = prepared.inputs if from_graph else None
-        return rehearse(self.file, self.rank, known if tasks is None else tasks, work=self.work, inputs=inputs)
+        return rehearse(self.file, self.rank, known if tasks is None else tasks, works=self.works, inputs=inputs)
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +57,7 @@ def _ranks(prepared: Prepared, path: Path) -> list[Rank]:
     counted = lower(plan, prepared.spec, model, cluster_of(DeviceKind.CPU), seed=TRAIN.seed)
     exact = counted
     if plan.sampled is not None:
-        drawn = [
-            sampled_work(plan, model, prepared.inputs, rank=rank, step=0, seed=TRAIN.seed)
-            for rank in range(plan.num_ranks)
-        ]
+        drawn = sampled_works(plan, model, prepared.inputs, step=0, seed=TRAIN.seed)
         exact = lower(plan, prepared.spec, model, cluster_of(DeviceKind.CPU), seed=TRAIN.seed, works=drawn)
     file = plan_file_of(plan, prepared.spec, model, cluster_of(DeviceKind.CPU), TRAIN, path)
     return [
@@ -67,7 +65,7 @@ def _ranks(prepared: Prepared, path: Path) -> list[Rank]:
             prepared=prepared,
             file=file,
             rank=rank,
-            work=works[rank],
+            works=works_of_rank(plan, works, rank),
             counted=counted.tasks[rank],
             exact=exact.tasks[rank],
         )

@@ -423,8 +423,8 @@ def test_candidates_that_are_illegal_are_counted_by_reason(folder):
     file = found(folder, cluster=made_cluster(devices_per_host=2), search=SearchSpec(num_ranks=(1, 4), **KEPT_OR_NOT))
     # Two exchanges and two choices of recomputation on four ranks.
     reason = (
-        "plan.num_ranks=4 must not exceed cluster.num_devices=2: lower data_parallel_degree, graph_parallel_degree "
-        "or tensor_parallel_degree"
+        "plan.num_ranks=4 must not exceed cluster.num_devices=2: lower data_parallel_degree, graph_parallel_degree, "
+        "tensor_parallel_degree or pipeline_parallel_degree"
     )
     assert file.rejected == ((reason, 4),)
 

@@ -14,6 +14,7 @@ from simulator.specs.plan import (
     ExchangePayload,
     ParameterSharding,
     PartitionSpec,
+    PipelineSchedule,
     Plan,
     Recompute,
     SampledBatches,
@@ -369,3 +370,34 @@ def test_parameters_are_shared_out_where_it_is_asked_for_and_several_ranks_hold_
     ]
     only = plans_of(num_ranks=(2,), **ONE_CHOICE, parameter_shardings=(ParameterSharding.ZERO3,))
     assert [plan.shard_parameters for plan in only] == [ParameterSharding.ZERO3]
+
+
+def test_candidates_of_stages_and_micro_batches_by_hand():
+    fields: dict[str, Any] = {**ONE_CHOICE, "pipeline_parallel_degrees": (1, 2), "num_micro_batches": (1, 2)}
+    found = plans_of(devices=2, num_ranks=(2,), batches=(CLUSTERS,), **fields)
+    # Two layers are a stage each, so none are interleaved; ranks of a pipeline are no replicas.
+    assert [
+        (plan.pipeline_parallel_degree, plan.stages, plan.num_micro_batches, plan.data_parallel_degree)
+        for plan in found
+        if plan.keep_batches
+    ] == [(1, (), 1, 2), (1, (), 2, 2), (2, (1, 1), 1, 1), (2, (1, 1), 2, 1)]
+    cluster = made_cluster(devices_per_host=2)
+    assert all(violations(plan, graph_of(cut(1)), made_model(), cluster) == [] for plan in found)
+    whole = plans_of(devices=2, num_ranks=(2,), **fields)
+    assert [(plan.pipeline_parallel_degree, plan.num_micro_batches) for plan in whole] == [(1, 1), (2, 1)]
+
+
+def test_interleaved_candidates_have_two_stages_a_rank_then_four():
+    model, cluster = made_model(num_layers=8), made_cluster(devices_per_host=2)
+    search = SearchSpec(
+        batches=(CLUSTERS,),
+        num_ranks=(2,),
+        pipeline_parallel_degrees=(2,),
+        num_micro_batches=(2,),
+        pipeline_schedules=(PipelineSchedule.INTERLEAVED,),
+        **ONE_CHOICE,
+    )
+    found = candidates(
+        graph_of(cut(1)), model, cluster, search, cut, sampled, balance=lambda plan, count: (8 // count,) * count
+    )
+    assert {plan.stages for plan in found} == {(2,) * 4, (1,) * 8}

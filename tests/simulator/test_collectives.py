@@ -8,7 +8,7 @@ from simulator.collectives import CollectiveCosts, port_capacities
 from simulator.specs.calibration import Calibration
 from simulator.specs.cluster import ClusterSpec, LinkSpec
 from simulator.specs.cost import CollectiveCost
-from simulator.specs.program import COLLECTIVES, Task, TaskKind
+from simulator.specs.program import GROUP_COLLECTIVES, Task, TaskKind
 from simulator.specs.units import GB
 from tests.made import (
     DEVICE_NAME,
@@ -21,7 +21,7 @@ from tests.made import (
 )
 from tests.strategies import links
 
-KINDS = sorted(COLLECTIVES)
+KINDS = sorted(GROUP_COLLECTIVES)
 kinds = st.sampled_from(KINDS)
 sizes = st.integers(0, 10**9)
 CLUSTER = made_cluster(num_hosts=4, devices_per_host=8)

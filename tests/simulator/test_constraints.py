@@ -11,6 +11,7 @@ from simulator.specs.plan import (
     ExchangePayload,
     ParameterSharding,
     PartitionSpec,
+    PipelineSchedule,
     Plan,
     Recompute,
     StepMode,
@@ -68,7 +69,7 @@ def test_a_plan_that_can_run_has_no_violations(plan):
 def test_a_plan_has_no_more_ranks_than_the_cluster_has_devices():
     assert reasons(made_plan(FOUR), cluster=made_cluster(devices_per_host=3)) == [
         "plan.num_ranks=4 must not exceed cluster.num_devices=3: lower data_parallel_degree, "
-        "graph_parallel_degree or tensor_parallel_degree"
+        "graph_parallel_degree, tensor_parallel_degree or pipeline_parallel_degree"
     ]
     assert reasons(made_plan(FOUR), cluster=made_cluster(num_hosts=2, devices_per_host=2)) == []
 
@@ -394,6 +395,15 @@ def test_heads_are_shared_out_by_all_ranks_or_part_by_part():
     ) == [f"plan.tensor_parallel_degree=2 must be 1 {WHERE}: heads are shared out part by part; use one of both"]
 
 
+def test_ranks_of_a_part_hold_all_layers():
+    assert violations(
+        made_plan(SERVED, pipeline_parallel_degree=2, stages=(1, 1)),
+        graph_of(SERVED),
+        made_model(width=8),
+        made_cluster(devices_per_host=6),
+    ) == [f"plan.pipeline_parallel_degree=2 must be 1 {WHERE}: the ranks of a part hold all layers; use one of both"]
+
+
 def test_shares_of_one_rank_a_part_have_no_effect():
     shares = PartShares(
         part_ranks=(1, 1),
@@ -507,6 +517,89 @@ def test_ranks_that_share_parameters_out_divide_the_width():
     assert violations(plan, graph_of(FOUR), model, made_cluster(devices_per_host=4)) == [
         "data_parallel_degree * graph_parallel_degree = 4 must divide model.width=18 when shard_parameters is zero2: "
         "ranks share columns evenly; use another number of ranks, or none"
+    ]
+
+
+# --- Stages and micro-batches.
+
+
+STAGES: dict[str, Any] = {"pipeline_parallel_degree": 2, "stages": (1, 1), "graph_parallel_degree": 1}
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        (
+            {"pipeline_parallel_degree": 3},
+            "plan.pipeline_parallel_degree=3 must not exceed model.num_layers=2: a stage has a layer at least; use "
+            "graph_parallel_degree or data_parallel_degree",
+        ),
+        ({"stages": (2, 1)}, "stages must add up to model.num_layers=2, got 3 layers in (2, 1)"),
+        (
+            {"stages": (2,)},
+            "stages must hold as many numbers for each of plan.pipeline_parallel_degree=2, got 1: give the layers of "
+            "2 stages, or of several times as many",
+        ),
+        (
+            {"pipeline_schedule": PipelineSchedule.INTERLEAVED},
+            "pipeline_schedule must be interleaved_1f1b just where ranks have several stages, got interleaved_1f1b "
+            "with 2 stages on 2 ranks",
+        ),
+        (
+            {"pipeline_parallel_degree": 1},
+            "stages must be left out when plan.pipeline_parallel_degree=1, got (1, 1): all layers are one",
+        ),
+        (
+            {"pipeline_parallel_degree": 1, "stages": (), "pipeline_schedule": PipelineSchedule.GPIPE},
+            "pipeline_schedule must be left out when plan.pipeline_parallel_degree=1, got gpipe: there is one stage",
+        ),
+        (
+            {"num_micro_batches": 2, "parts_per_batch": 2, "data_parallel_degree": 2},
+            "data_parallel_degree * parts_per_batch * num_micro_batches = 8 must not exceed "
+            "plan.partition.num_parts=4: cut the graph into more parts",
+        ),
+        (
+            {"num_micro_batches": 2, "data_parallel_degree": 2, "overlap_gradients": True},
+            "overlap_gradients must be false with pipeline_parallel_degree = 2 and num_micro_batches = 2: gradients of "
+            "all micro-batches are added up before they are reduced",
+        ),
+        (
+            {"data_parallel_degree": 2, "shard_parameters": ParameterSharding.ZERO3},
+            "shard_parameters must be none with pipeline_parallel_degree = 2 and num_micro_batches = 1, got zero3: a "
+            "layer would be gathered for each micro-batch; a pipeline shares layers out already",
+        ),
+    ],
+)
+def test_stages_and_micro_batches_that_cannot_be_are_refused(fields, sentence):
+    plan = made_plan(FOUR, **{**STAGES, **fields})
+    assert violations(plan, graph_of(FOUR), made_model(), made_cluster(devices_per_host=8)) == [sentence]
+    whole = made_plan(FOUR, **STAGES)
+    assert violations(whole, graph_of(FOUR), made_model(), made_cluster(devices_per_host=8)) == []
+
+
+def test_micro_batches_of_the_full_graph_are_refused():
+    plan = made_plan(FOUR, graph_parallel_degree=1, parts_per_batch=4, num_micro_batches=2)
+    assert reasons(plan)[0] == (
+        "plan.num_micro_batches=2 must be 1 when parts_per_batch takes all 4 parts: each micro-batch would repeat the "
+        "same work; cut the graph into more parts"
+    )
+
+
+def test_interleaved_stages_take_turns_of_as_many_micro_batches_as_ranks():
+    eight = equal_parts(8, num_nodes=80, num_edges=800)
+    plan = made_plan(
+        eight,
+        num_layers=4,
+        graph_parallel_degree=1,
+        pipeline_parallel_degree=2,
+        stages=(1, 1, 1, 1),
+        pipeline_schedule=PipelineSchedule.INTERLEAVED,
+        num_micro_batches=3,
+    )
+    model = dataclasses.replace(made_model(), num_layers=4)
+    assert violations(plan, graph_of(eight), model, made_cluster(devices_per_host=8)) == [
+        "plan.num_micro_batches=3 must be a multiple of plan.pipeline_parallel_degree=2 with interleaved_1f1b, whose "
+        "stages take turns of as many: use 4 or 1f1b"
     ]
 
 

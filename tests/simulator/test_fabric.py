@@ -14,7 +14,7 @@ from simulator.errors import PlanError, SpecError
 from simulator.fabric import Fabric, Traffic, fabric_of
 from simulator.specs.cluster import BUILT_IN_CLUSTERS, ClusterSpec, LinkSpec
 from simulator.specs.cost import Flow
-from simulator.specs.program import COLLECTIVES, Task, TaskKind
+from simulator.specs.program import GROUP_COLLECTIVES, Task, TaskKind
 from simulator.specs.topology import HostLink, HostTopology, LinkFault, LinkKind, NetworkSpec
 from simulator.specs.units import GB
 from tests.made import made_cluster, made_collective
@@ -282,7 +282,7 @@ def fingerprint(cluster: ClusterSpec) -> list[object]:
             flows = all_flows(fabric, traffic, num_ranks)
             found += [round(seconds_of(fabric, flows), 9), sorted(port_loads(flows).items())]
         costs = CollectiveCosts(cluster, None)
-        found += [costs.price(made_collective(kind, 10**8, len(group))) for kind in COLLECTIVES]
+        found += [costs.price(made_collective(kind, 10**8, len(group))) for kind in GROUP_COLLECTIVES]
     return found
 
 
@@ -491,7 +491,7 @@ def test_wider_ports_and_more_spines_are_never_slower(cluster, factor):
     if cluster.network is not None:
         ratio = 1 + (cluster.network.oversubscription - 1) / factor
         wider.append(replace(cluster, network=replace(cluster.network, oversubscription=ratio)))
-    for kind in COLLECTIVES:
+    for kind in GROUP_COLLECTIVES:
         tasks = made_collective(kind, 10**7, cluster.num_devices)
         before, *after = (seconds_of_price(each, tasks) for each in (cluster, *wider))
         assert max(after) <= (1 + 1e-6) * before

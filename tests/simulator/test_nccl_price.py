@@ -15,7 +15,7 @@ from simulator.specs.calibration import Calibration
 from simulator.specs.cluster import BUILT_IN_CLUSTERS, ClusterSpec
 from simulator.specs.communication import Algorithm, Operation, Protocol, bus_factor
 from simulator.specs.cost import CollectiveCost
-from simulator.specs.program import COLLECTIVES, Program, Task, TaskKind
+from simulator.specs.program import GROUP_COLLECTIVES, Program, Task, TaskKind
 from simulator.specs.units import GB, MIB
 from tests.made import made_collective, made_collective_sample, made_task
 
@@ -24,7 +24,7 @@ A100 = dataclasses.replace(H100, device=dataclasses.replace(H100.device, name="N
 UNKNOWN = dataclasses.replace(H100, device=dataclasses.replace(H100.device, name="GPU of tomorrow"))
 CLUSTERS = [H100, A100, UNKNOWN]
 clusters = st.sampled_from(CLUSTERS)
-kinds = st.sampled_from(sorted(COLLECTIVES))
+kinds = st.sampled_from(sorted(GROUP_COLLECTIVES))
 operations = st.sampled_from(
     [Operation.ALL_REDUCE, Operation.ALL_GATHER, Operation.REDUCE_SCATTER, Operation.ALL_TO_ALL]
 )

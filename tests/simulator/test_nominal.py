@@ -14,7 +14,7 @@ from simulator.nominal import FULL_REACH, NominalFabric, Reach, reach
 from simulator.simulation import simulate
 from simulator.specs.calibration import Calibration
 from simulator.specs.cluster import BUILT_IN_CLUSTERS, ClusterSpec, DeviceKind
-from simulator.specs.program import COLLECTIVES, Task, TaskKind
+from simulator.specs.program import GROUP_COLLECTIVES, Task, TaskKind
 from simulator.specs.topology import LinkFault, NetworkSpec
 from simulator.specs.units import GB, MIB
 from tests.made import (
@@ -33,7 +33,7 @@ from tests.simulator.test_collectives import on_hosts, seconds_of
 
 H100 = BUILT_IN_CLUSTERS["h100x8-ndr"]
 WITH_NVLINK = ("a100x8-hdr", "h100x8-ndr", "h200x8-roce", "b200x8-ndr")
-kinds = st.sampled_from(sorted(COLLECTIVES))
+kinds = st.sampled_from(sorted(GROUP_COLLECTIVES))
 LARGE = 256 * MIB
 
 
@@ -132,7 +132,7 @@ def test_case_p1_the_length_of_a_step_follows_from_the_topology():
 # --- Faults.
 
 
-@pytest.mark.parametrize("kind", sorted(COLLECTIVES))
+@pytest.mark.parametrize("kind", sorted(GROUP_COLLECTIVES))
 def test_a_slow_card_lengthens_what_crosses_hosts_by_about_its_factor(kind):
     slow = with_faults(H100, LinkFault(ends=("nic3", "network"), host=1, bandwidth_ratio=0.25))
     across, inside = hosts_of_eight(kind, LARGE, 0, 1), hosts_of_eight(kind, LARGE, 1)
@@ -143,7 +143,7 @@ def test_a_slow_card_lengthens_what_crosses_hosts_by_about_its_factor(kind):
     assert price(slow, elsewhere) == pytest.approx(price(H100, elsewhere))
 
 
-@pytest.mark.parametrize("kind", sorted(COLLECTIVES))
+@pytest.mark.parametrize("kind", sorted(GROUP_COLLECTIVES))
 def test_a_slow_nvlink_lengthens_what_it_carries(kind):
     slow = with_faults(H100, LinkFault(ends=("device3", "nvswitch"), host=0, bandwidth_ratio=0.25))
     inside = hosts_of_eight(kind, LARGE, 0)
@@ -158,7 +158,7 @@ def test_a_link_that_is_still_faster_than_needed_changes_nothing():
     assert price(hardly, tasks) == pytest.approx(price(H100, tasks))
 
 
-@pytest.mark.parametrize("kind", sorted(COLLECTIVES))
+@pytest.mark.parametrize("kind", sorted(GROUP_COLLECTIVES))
 def test_a_lost_card_lengthens_what_crosses_hosts(kind):
     lost = with_faults(H100, LinkFault(ends=("nic0", "network"), host=0, bandwidth_ratio=0.0))
     tasks = hosts_of_eight(kind, LARGE, 0, 1)
@@ -196,13 +196,13 @@ def test_a_message_over_a_slow_card_takes_longer():
 def measured(cluster: ClusterSpec, num_ranks: int, num_hosts: int, seconds: float) -> Calibration:
     samples = tuple(
         replace(made_collective_sample(kind, num_ranks, size, seconds * size / MIB), num_hosts=num_hosts)
-        for kind in COLLECTIVES
+        for kind in GROUP_COLLECTIVES
         for size in (1, MIB, 1024 * MIB)
     )
     return Calibration(device_name=cluster.device.name, environment=(), computes=(), collectives=samples)
 
 
-@pytest.mark.parametrize("kind", sorted(COLLECTIVES))
+@pytest.mark.parametrize("kind", sorted(GROUP_COLLECTIVES))
 @pytest.mark.parametrize("name", ["a100pciex8-hdr", "h100x8-ethernet"])
 def test_a_measured_collective_pays_its_topology_once(kind, name):
     cluster = BUILT_IN_CLUSTERS[name]

@@ -339,8 +339,8 @@ def test_a_plan_that_cannot_run_is_refused_with_all_reasons():
     with pytest.raises(PlanError) as error:
         trace_of(plan, cluster=made_cluster(devices_per_host=1))
     assert str(error.value) == (
-        "plan.num_ranks=2 must not exceed cluster.num_devices=1: lower data_parallel_degree, graph_parallel_degree "
-        "or tensor_parallel_degree; "
+        "plan.num_ranks=2 must not exceed cluster.num_devices=1: lower data_parallel_degree, graph_parallel_degree, "
+        "tensor_parallel_degree or pipeline_parallel_degree; "
         "exchange[0] must not be none when plan.graph_parallel_degree=2: use halo, all_gather or "
         "head_all_to_all"
     )

@@ -1,7 +1,7 @@
 import pytest
 from hypothesis import given
 
-from simulator.specs.program import COLLECTIVES, SHAPE_FIELDS, Phase, TaskKind, task_name
+from simulator.specs.program import COLLECTIVES, GROUP_COLLECTIVES, MESSAGES, SHAPE_FIELDS, Phase, TaskKind, task_name
 from tests.strategies import programs
 
 
@@ -15,8 +15,11 @@ def test_collectives_are_those_that_ranks_do_together():
         TaskKind.ALL_GATHER,
         TaskKind.REDUCE_SCATTER,
         TaskKind.ALL_REDUCE,
+        TaskKind.SEND,
+        TaskKind.RECEIVE,
     }
-    assert len(COLLECTIVES) == 4
+    assert COLLECTIVES == GROUP_COLLECTIVES | MESSAGES
+    assert not GROUP_COLLECTIVES & MESSAGES
 
 
 @pytest.mark.parametrize(
