@@ -14,6 +14,7 @@ from simulator.errors import CalibrationError, NoFeasiblePlanError, PlanError, R
 from simulator.readers.graphs import read_graph
 from simulator.specs.files import read_run
 from simulator.specs.graph import GraphFile
+from simulator.specs.plan import Recompute
 from simulator.specs.search import BatchKind
 
 ROOT = Path(__file__).parents[1]
@@ -53,7 +54,7 @@ def test_the_torchrun_line_ends_in_a_command_that_parses():
 
 
 def test_the_run_in_the_readme_is_valid(tmp_path):
-    text, _ = fenced("toml")
+    text, *_ = fenced("toml")
     (tmp_path / "run.toml").write_text(text)
     run = read_run(tmp_path / "run.toml")
     assert run.graph == GraphFile(path=str(tmp_path / "graph.npz"), symmetrise=True)
@@ -61,11 +62,20 @@ def test_the_run_in_the_readme_is_valid(tmp_path):
 
 
 def test_the_search_of_sampled_batches_in_the_readme_fits_the_run(tmp_path):
-    text, search = fenced("toml")
+    text, search, _ = fenced("toml")
     (tmp_path / "run.toml").write_text(text.partition("[search]")[0] + search)
     run = read_run(tmp_path / "run.toml")
     assert BatchKind.SAMPLED in run.search.batches
     assert len(run.search.fan_outs) == run.model.num_layers
+
+
+def test_the_search_of_other_axes_in_the_readme_fits_the_run(tmp_path):
+    text, _, search = fenced("toml")
+    (tmp_path / "run.toml").write_text(text.partition("[search]")[0] + search)
+    run = read_run(tmp_path / "run.toml")
+    assert (run.search.tensor_parallel_degrees, run.search.pipeline_parallel_degrees) == ((1, 2), (1, 2))
+    assert run.search.shared_part_counts == (3,)
+    assert set(run.search.recomputes) == set(Recompute)
 
 
 def test_the_snippet_saves_a_graph_that_can_be_read(tmp_path, monkeypatch):
