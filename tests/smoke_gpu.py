@@ -98,6 +98,9 @@ FULL_GRAPH = {
         overlap_gradients=True,
     ),
     "two stages": Choices(pipeline_parallel_degree=2, stages=(1, 1)),
+    "a part on two": Choices(graph_parallel_degree=2, part_ranks=(2,), recompute=(Recompute.LAYER, Recompute.NONE)),
+    "a part on two, replayed": Choices(graph_parallel_degree=2, part_ranks=(2,), step_mode=StepMode.CUDA_GRAPH),
+    "parts on two and one": Choices(graph_parallel_degree=3, part_ranks=(2, 1)),
     "heads on two": Choices(tensor_parallel_degree=2),
     "heads on two, layers recomputed, replayed": Choices(
         tensor_parallel_degree=2, recompute=Recompute.LAYER, step_mode=StepMode.CUDA_GRAPH
@@ -137,6 +140,7 @@ OTHERS = {
     ),
     "overlapped halo, bf16": Choices(graph_parallel_degree=2, overlap_exchange=True, precision=Dtype.BFLOAT16),
     "heads, bf16": Choices(graph_parallel_degree=2, exchange=Exchange.HEAD_ALL_TO_ALL, precision=Dtype.BFLOAT16),
+    "a part on two, bf16": Choices(graph_parallel_degree=2, part_ranks=(2,), precision=Dtype.BFLOAT16),
     "heads on two, bf16": Choices(tensor_parallel_degree=2, precision=Dtype.BFLOAT16),
     "halo, bf16, parameters shared out": Choices(
         graph_parallel_degree=2, precision=Dtype.BFLOAT16, shard_parameters=ParameterSharding.ZERO3

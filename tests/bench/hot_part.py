@@ -223,6 +223,13 @@ def figures_of(job: Job, calibration: Calibration | None) -> list[Figure]:
             Figure(name=f"{candidate.name}: {what}", value=value, unit="s", bar=None, better=Better.LOWER)
             for what, value in values[candidate.name].items()
         ]
+        clock = steps[0].clock  # ranks meet in each step, so that their clocks agree
+        found += [
+            Figure(
+                name=f"{candidate.name}: {word} step by the clock", value=value, unit="s", bar=None, better=Better.LOWER
+            )
+            for word, value in (("fastest", min(clock)), ("slowest", max(clock)))
+        ]
         found.append(
             Figure(
                 name=f"{candidate.name}: last loss", value=steps[0].last_loss, unit="", bar=None, better=Better.LOWER

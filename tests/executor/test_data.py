@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from executor.data import LocalEdges, RankData, build_rank_data, local_edges
+from planner.shares import part_shares
 from simulator.readers.graphs import Graph
+from simulator.shares import rank_of_nodes
 from simulator.specs.model import NUM_DEGREE_BUCKETS
 from simulator.specs.plan import Exchange
 from simulator.workload import rank_work
@@ -273,3 +275,36 @@ def test_edges_between_parts_are_dropped_where_they_are_not_wanted(case, data):
     target_E = found.node_N[np.repeat(np.arange(len(found.node_N)), np.diff(found.indptr_N1))]
     pairs = sorted(zip(found.source_global_E.tolist(), target_E.tolist(), strict=True))
     assert pairs == sorted((s, t) for s, t in edges if owner_N[s] == owner_N[t] == 0 and part_N[s] == part_N[t])
+
+
+# --- Parts that several ranks serve.
+
+
+@given(multigraphs(), st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple), st.data())
+def test_ranks_of_a_part_attend_for_all_its_rows_to_all_that_it_needs(drawn, part_ranks, data):
+    edges, num_nodes = drawn
+    nodes = st.integers(0, len(part_ranks) - 1)
+    part_N = np.array(data.draw(st.lists(nodes, min_size=num_nodes, max_size=num_nodes)), dtype=np.int32)
+    order = data.draw(st.none() | st.permutations(range(num_nodes)))
+    order_N = None if order is None else np.array(order, dtype=np.int32)
+    graph, owner_N, num_ranks = graph_of(edges, num_nodes), rank_of_nodes(part_N, part_ranks), sum(part_ranks)
+    shares = part_shares(graph, part_N, part_ranks)
+    found = [
+        local_edges(graph, owner_N, graph_rank=rank, num_ranks=num_ranks, order_N=order_N, part_ranks=part_ranks)
+        for rank in range(num_ranks)
+    ]
+    for rank, local in enumerate(found):
+        part, own = shares.part_by_rank[rank], local.node_N.tolist()
+        mates = [mate for mate in shares.ranks_of(part) if mate != rank]
+        targets = [*own, *(node for mate in mates for node in found[mate].node_N.tolist())]
+        assert own == in_order(np.flatnonzero(owner_N == rank).tolist(), order_N)
+        assert set(targets) == set(np.flatnonzero(part_N == part).tolist())
+        held = zip(local.source_global_E.tolist(), np.repeat(targets, np.diff(local.indptr_N1)).tolist(), strict=True)
+        assert sorted(held) == sorted((source, target) for source, target in edges if part_N[target] == part)
+        needed = {*targets, *(source for source, target in edges if part_N[target] == part)} - set(own)
+        assert sorted(local.halo_M.tolist()) == sorted(needed)
+        assert local.rows_to == tuple(shares.rows_between(rank, other) for other in range(num_ranks))
+        messages = np.split(local.node_N[local.send_row_S], np.cumsum(local.rows_to)[:-1])
+        for receiver, receiving in enumerate(found):
+            assert messages[receiver].tolist() == receiving.halo_M[owner_N[receiving.halo_M] == rank].tolist()
+            assert local.rows_to[receiver] == receiving.rows_from[rank]

@@ -150,7 +150,7 @@ def test_it_is_told_in_eighty_columns_what_was_looked_at_and_what_was_not(comman
     done = command(run.plan_path)
     assert done.status == 0
     lines = done.out.splitlines()
-    assert lines[0].startswith("8 ranks (1 dp x 8 gp); ")
+    assert lines[0].startswith("8 ranks (1 dp x 1 pp x 8 gp x 1 tp); ")
     assert "fits every device" in lines
     assert "ran a step on fake tensors: ranks 0-7" in lines
     assert any(line.startswith("checked: sends and receives of all 8 ranks") for line in lines)
