@@ -85,6 +85,15 @@ PLANS = {
         gradient_compression=POWER_SGD,
     ),
     "4 replicas, sampled": Choices(data_parallel_degree=4, num_parts=4, fan_outs=(3, 2), seeds_per_batch=5),
+    "2 replicas of 2 stages of 2 graph ranks, micro-batches": Choices(
+        data_parallel_degree=2,
+        pipeline_parallel_degree=2,
+        stages=(1, 1),
+        num_micro_batches=3,
+        graph_parallel_degree=2,
+        num_parts=12,
+        exchange=HALO,
+    ),
 }
 
 
@@ -98,7 +107,12 @@ def test_a_plan_that_runs_has_nothing_wrong(command, tmp_path, name):
     assert (found["findings"], found["misfit"]) == ([], "")
     assert found["num_ranks"] == choices.num_ranks == sum(len(each["ranks"]) for each in found["memory"])
     assert len(found["ranks_run"]) == found["num_rank_classes"]
-    assert found["mesh"] == {"dp": choices.data_parallel_degree, "gp": choices.graph_parallel_degree}
+    assert found["mesh"] == {
+        "dp": choices.data_parallel_degree,
+        "pp": choices.pipeline_parallel_degree,
+        "gp": choices.graph_parallel_degree,
+        "tp": choices.tensor_parallel_degree,
+    }
     assert any("edges and halo rows of all parts" in sentence for sentence in found["checked"])
     assert not run.out.exists()
 
@@ -121,7 +135,7 @@ def test_it_is_told_in_eighty_columns_what_was_looked_at_and_what_was_not(comman
     done = command(run.plan_path)
     assert done.status == 0
     lines = done.out.splitlines()
-    assert lines[0].startswith("8 ranks (1 dp x 8 gp); ")
+    assert lines[0].startswith("8 ranks (1 dp x 1 pp x 8 gp x 1 tp); ")
     assert "fits every device" in lines
     assert "ran a step on fake tensors: ranks 0-7" in lines
     assert any(line.startswith("checked: sends and receives of all 8 ranks") for line in lines)
