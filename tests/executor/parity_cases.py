@@ -744,7 +744,7 @@ def _pipelines() -> dict[str, ParityCase]:
         ),
         "2 stages, no edges": replace(two, graph_name="edgeless"),
         "2 replicas of 2 stages on two nodes": replace(
-            two, data_parallel_degree=2, graph_name="two nodes", cut="by node", num_micro_batches=2, num_parts=4
+            full, data_parallel_degree=2, graph_name="two nodes", cut="by node", num_micro_batches=2, num_parts=4
         ),
         "3 micro-batches": ParityCase(num_parts=7, num_micro_batches=3, extras=True, recompute=(AGAIN, KEEP)),
         "2 micro-batches, edges between parts dropped": ParityCase(
@@ -763,7 +763,7 @@ def _pipelines() -> dict[str, ParityCase]:
             extras=True,
         ),
         "2 tensor ranks, 2 micro-batches": ParityCase(
-            tensor_parallel_degree=2, num_parts=5, num_micro_batches=2, extras=True, recompute=(AGAIN, KEEP)
+            tensor_parallel_degree=2, num_parts=5, parts_per_batch=2, num_micro_batches=2, recompute=(AGAIN, KEEP)
         ),
     }
 

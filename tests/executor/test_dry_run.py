@@ -17,7 +17,6 @@ from simulator.readers.partitions import parts_sha256, read_partition
 from simulator.specs.cluster import DeviceKind
 from simulator.specs.files import read_plan, write_plan
 from simulator.specs.gradients import CompressionKind, GradientCompression
-from simulator.specs.mesh import AXES
 from simulator.specs.plan import Exchange, ExchangePayload, Offload, Recompute
 from simulator.specs.program import Program, TaskKind
 from simulator.specs.units import GIB, Dtype
@@ -88,6 +87,15 @@ PLANS = {
         gradient_compression=POWER_SGD,
     ),
     "4 replicas, sampled": Choices(data_parallel_degree=4, num_parts=4, fan_outs=(3, 2), seeds_per_batch=5),
+    "2 replicas of 2 stages of 2 graph ranks, micro-batches": Choices(
+        data_parallel_degree=2,
+        pipeline_parallel_degree=2,
+        stages=(1, 1),
+        num_micro_batches=3,
+        graph_parallel_degree=2,
+        num_parts=12,
+        exchange=HALO,
+    ),
 }
 
 
@@ -101,8 +109,12 @@ def test_a_plan_that_runs_has_nothing_wrong(command, tmp_path, name):
     assert (found["findings"], found["misfit"]) == ([], "")
     assert found["num_ranks"] == choices.num_ranks == sum(len(each["ranks"]) for each in found["memory"])
     assert len(found["ranks_run"]) == found["num_rank_classes"]
-    degrees = (choices.data_parallel_degree, 1, choices.graph_parallel_degree, choices.tensor_parallel_degree)
-    assert found["mesh"] == dict(zip(AXES, degrees, strict=True))
+    assert found["mesh"] == {
+        "dp": choices.data_parallel_degree,
+        "pp": choices.pipeline_parallel_degree,
+        "gp": choices.graph_parallel_degree,
+        "tp": choices.tensor_parallel_degree,
+    }
     assert any("edges and halo rows of all parts" in sentence for sentence in found["checked"])
     assert not run.out.exists()
 
