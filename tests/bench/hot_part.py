@@ -8,9 +8,9 @@ The graph is R-MAT of arXiv's size. METIS cuts it into twelve parts of about equ
 so that it has three quarters of all edges, three times the mean of four parts. The same nodes are hot in every plan. On
 one rank a part, three ranks have a twelfth each; where the hot part has more ranks, the others' parts are joined.
 
-A step's seconds are those of the clock. Where ranks share cores they tell little of machines where they do not, so the
-processor seconds of the thread that computes stand beside them, of the rank that needs most, and what the simulator
-predicts for a core a rank.
+A step's seconds are those of the clock. Where there are fewer cores than ranks, all work of a step shares them, however
+it is spread: then the clock has no bar. Beside it stand the processor seconds of the thread that computes, of the rank
+that needs most, and what the simulator predicts for a core a rank.
 """
 
 import argparse
@@ -209,6 +209,9 @@ def predicted_seconds(plan: Plan, spec: GraphSpec, calibration: Calibration | No
 def figures_of(job: Job, calibration: Calibration | None) -> list[Figure]:
     """Return for each plan its seconds, and how much faster it is than one rank a part."""
     found, first = [], job.candidates[0].name
+    with_bar = {"busiest rank, computing thread"}
+    if (os.cpu_count() or 1) >= NUM_RANKS:
+        with_bar.add("step by the clock")
     values: dict[str, dict[str, float]] = {}
     for candidate in job.candidates:
         steps = steps_of(job.folder, candidate.name)
@@ -237,7 +240,7 @@ def figures_of(job: Job, calibration: Calibration | None) -> list[Figure]:
         )
     for name in list(values)[1:]:
         for what, value in values[name].items():
-            bar = MIN_SPEEDUP if what in ("step by the clock", "busiest rank, computing thread") else None
+            bar = MIN_SPEEDUP if what in with_bar else None
             found.append(
                 Figure(
                     name=f"{name} over {first}: {what}",

@@ -43,7 +43,7 @@ CLUSTERS = {
     "clusters on 2 ranks": Choices(num_parts=5, graph_parallel_degree=2),
 }
 ZERO2, ZERO3 = ParameterSharding.ZERO2, ParameterSharding.ZERO3
-# Ranks that hold shares of heads, columns and parameters.
+# Ranks that hold shares of heads, columns, parameters and parts.
 SHARED = {
     "2 tensor ranks": Choices(tensor_parallel_degree=2),
     "4 tensor ranks": Choices(tensor_parallel_degree=4),
@@ -53,6 +53,7 @@ SHARED = {
     "2 graph ranks of 2 tensor ranks, shared out": Choices(
         graph_parallel_degree=2, tensor_parallel_degree=2, shard_parameters=ZERO3
     ),
+    "parts on 2, 1 and 1 ranks": Choices(graph_parallel_degree=4, part_ranks=(2, 1, 1)),
 }
 # Ranks that hold other layers.
 STAGES = {
