@@ -30,7 +30,7 @@ from simulator.shares import heads_by_rank
 from simulator.specs.cluster import ClusterSpec, DeviceKind
 from simulator.specs.graph import GraphSpec
 from simulator.specs.model import EdgeBias, ModelSpec
-from simulator.specs.plan import ROW_EXCHANGES, Exchange, ParameterSharding, Plan, Recompute
+from simulator.specs.plan import ROW_EXCHANGES, Exchange, ExchangePayload, ParameterSharding, Plan, Recompute
 from simulator.specs.units import MIB, Dimension, format_quantity
 from simulator.workload import (
     RankWork,
@@ -254,7 +254,10 @@ class _LayerMemory:
         # Of the layer's output, through dropout, and of the activation.
         gradients = rows * ((1 + drops) * model.width + hidden) * size
         late = _made_together(plan, layer, [each for each in again if each.is_late], "feed_forward_up")
-        early = _made_together(plan, layer, [each for each in again if not each.is_late], "query", "query_key_value")
+        early_again = [each for each in again if not each.is_late]
+        early = _made_together(plan, layer, early_again, "query", "query_key_value")
+        if plan.overlaps(layer):  # one node of autograd, whose tensors are all there at once
+            early = sum(each.num_bytes for each in early_again)
         messages = _message_bytes(plan, model, work, plan.exchange[layer])
         return cls(
             resident=sum(each.num_bytes for each in kept) - away,
@@ -390,7 +393,7 @@ def _workspace_bytes(plan: Plan, model: ModelSpec, work: RankWork, layer: int) -
     """Return what the backward pass of a layer's attention makes.
 
     Gradients of its output, of queries, keys and values of rows, two numbers of each row and head, and the gradients
-    of edge biases.
+    of edge biases. Where an exchange overlaps, also those of normed rows, own ones and any that travelled.
     """
     exchange = plan.exchange[layer]
     targets, sources, heads = attended(plan, model, work, layer, exchange)
@@ -398,7 +401,12 @@ def _workspace_bytes(plan: Plan, model: ModelSpec, work: RankWork, layer: int) -
     edges = group.group_edges if exchange is Exchange.HEAD_ALL_TO_ALL else group.edges
     biases = edges.num_edges * heads * SCORE_BYTES * (model.edge_bias is not EdgeBias.NONE)
     columns = heads * model.head_size
-    return (2 * targets + 2 * sources) * columns * _size(plan) + 2 * targets * heads * SCORE_BYTES + biases
+    normed_rows = 0
+    if plan.overlaps(layer):
+        sends_rows = plan.exchange_payload is ExchangePayload.ROWS
+        normed_rows = targets + sends_rows * group.num_remote_rows(exchange)
+    gradients = ((2 * targets + 2 * sources) * columns + normed_rows * model.width) * _size(plan)
+    return gradients + 2 * targets * heads * SCORE_BYTES + biases
 
 
 def _message_bytes(plan: Plan, model: ModelSpec, work: RankWork, exchange: Exchange) -> int:
