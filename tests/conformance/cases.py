@@ -821,7 +821,8 @@ class Prepared:
 
 
 # Each case by name, with what each of its ranks did.
-Observed: TypeAlias = dict[str, tuple[Prepared, tuple[ObservedStep, ...]]]
+ObservedCase: TypeAlias = tuple[Prepared, tuple[ObservedStep, ...]]
+Observed: TypeAlias = dict[str, ObservedCase]
 
 
 def prepare(folder: Path, kind: DeviceKind, names: Sequence[str] = tuple(CASES)) -> list[Prepared]:

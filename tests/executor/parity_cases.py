@@ -1006,6 +1006,3 @@ EXACT_CASES = {
 ROUNDED_CASES = _bfloat16()
 LOSSY_CASES = _lossy()
 CASES = {**EXACT_CASES, **ROUNDED_CASES, **LOSSY_CASES}
-CASES_IN_PASSES = tuple(
-    name for name, case in CASES.items() if case.pipeline_parallel_degree > 1 or case.num_micro_batches > 1
-)

@@ -1,6 +1,8 @@
-"""Runs parity cases on ranks, all in one launch, and reads back what each rank saw."""
+"""Runs parity cases on ranks, some in one launch, and reads back what each rank saw."""
 
 import pickle
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from simulator.specs.cluster import DeviceKind
 from tests.executor.parity_cases import CASES, MOST_RANKS, NUM_STEPS, ParityCase
 
 Parameters = dict[str, Tensor]
+CASES_PER_LAUNCH = 40  # half a minute to a minute on two cores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +60,18 @@ def cases_of_devices(kind: DeviceKind) -> tuple[str, ...]:
     """Return the names of the cases that this host has devices for."""
     most = MOST_RANKS if kind is DeviceKind.CPU else torch.cuda.device_count()
     return tuple(name for name, case in CASES.items() if case.num_ranks <= most)
+
+
+def launches_of(cases: Mapping[str, ParityCase]) -> list[tuple[str, ...]]:
+    """Return cases in runs that are launched together: of as many ranks, and no more than some."""
+    by_ranks: dict[int, list[str]] = defaultdict(list)
+    for name, case in cases.items():
+        by_ranks[case.num_ranks].append(name)
+    return [
+        tuple(names[first : first + CASES_PER_LAUNCH])
+        for names in by_ranks.values()
+        for first in range(0, len(names), CASES_PER_LAUNCH)
+    ]
 
 
 def run_parity_cases(runs: ParityRuns) -> None:

@@ -1,6 +1,8 @@
 """Plans of every kind train as one process in fp64 does: losses, gradients and accuracies."""
 
+import functools
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,42 +24,40 @@ from tests.executor.dense_reference import (
 )
 from tests.executor.parity_cases import (
     CASES,
-    CASES_IN_PASSES,
     EXACT_CASES,
     LOSSY_CASES,
     NUM_STEPS,
     ROUNDED_CASES,
     ParityCase,
 )
-from tests.executor.parity_ranks import ParityRuns, RankResult, cases_of_devices, result_of, run_parity_cases
+from tests.executor.parity_ranks import (
+    ParityRuns,
+    RankResult,
+    cases_of_devices,
+    launches_of,
+    result_of,
+    run_parity_cases,
+)
 
 pytestmark = pytest.mark.dist
 EXACT, ROUNDED = 1e-5, 2e-2
 
 
 @pytest.fixture(scope="session")
-def plain_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with the results of every case whose steps are one pass, run once."""
-    folder: Path = tmp_path_factory.mktemp("parity")
-    names = tuple(name for name in CASES if name not in CASES_IN_PASSES)
-    run_parity_cases(ParityRuns(kind=DeviceKind.CPU, names=names, folder=folder))
-    return folder
+def result(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], RankResult]:
+    """Return what a rank saw of a case, by name; cases run in launches of some, when one of them is asked for.
 
+    A launch has to be over within the time that a test may take, also on a machine that has other things to do.
+    """
+    launches = {name: names for names in launches_of(CASES) for name in names}
 
-@pytest.fixture(scope="session")
-def folder_of_passes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same of cases with stages or micro-batches."""
-    folder: Path = tmp_path_factory.mktemp("parity_in_passes")
-    run_parity_cases(ParityRuns(kind=DeviceKind.CPU, names=CASES_IN_PASSES, folder=folder))
-    return folder
+    @functools.cache
+    def folder_of(names: tuple[str, ...]) -> Path:
+        folder: Path = tmp_path_factory.mktemp("parity")
+        run_parity_cases(ParityRuns(kind=DeviceKind.CPU, names=names, folder=folder))
+        return folder
 
-
-@pytest.fixture
-def parity_folder(request: pytest.FixtureRequest) -> Path:
-    """Folder with the results of the case of a test; each launch is within the time that a test may take."""
-    name = request.node.callspec.params.get("name") if hasattr(request.node, "callspec") else None
-    folder: Path = request.getfixturevalue("folder_of_passes" if name in CASES_IN_PASSES else "plain_folder")
-    return folder
+    return lambda name, rank: result_of(folder_of(launches[name]), name, rank)
 
 
 @pytest.fixture(scope="session")
@@ -99,9 +99,9 @@ def gradient_error(found: RankResult, expected: ReferenceRun) -> float:
 
 
 @pytest.mark.parametrize("name", EXACT_CASES)
-def test_parity(name, parity_folder):
+def test_parity(name, result):
     case = EXACT_CASES[name]
-    found, expected = result_of(parity_folder, name, 0), reference_of(case)
+    found, expected = result(name, 0), reference_of(case)
     assert found.losses == pytest.approx(expected.losses, rel=EXACT)
     assert gradient_error(found, expected) < EXACT
 
@@ -129,9 +129,9 @@ TWINS = [
 
 
 @pytest.mark.parametrize(("name", "plain"), TWINS)
-def test_parity_of_overlap_on_and_off(name, plain, parity_folder):
+def test_parity_of_overlap_on_and_off(name, plain, result):
     # Case R19.
-    found, expected = (result_of(parity_folder, each, 0) for each in (name, plain))
+    found, expected = (result(each, 0) for each in (name, plain))
     assert found.losses == pytest.approx(expected.losses, rel=EXACT)
     right = flat(expected.first_gradient)
     assert float((flat(found.first_gradient) - right).abs().max()) < EXACT * float(right.abs().max())
@@ -144,15 +144,15 @@ def test_overlap_has_twins_of_every_exchange_and_payload():
 
 
 @pytest.mark.parametrize("name", ROUNDED_CASES)
-def test_parity_in_bf16(name, parity_folder):
-    found, expected = result_of(parity_folder, name, 0), reference_of(ROUNDED_CASES[name])
+def test_parity_in_bf16(name, result):
+    found, expected = result(name, 0), reference_of(ROUNDED_CASES[name])
     assert found.losses[:3] == pytest.approx(expected.losses[:3], rel=ROUNDED)
     assert gradient_error(found, expected) < ROUNDED
 
 
 @pytest.mark.parametrize("name", LOSSY_CASES)
-def test_plans_with_compressed_gradients_begin_alike_and_learn(name, parity_folder):
-    found, expected = result_of(parity_folder, name, 0), reference_of(LOSSY_CASES[name])
+def test_plans_with_compressed_gradients_begin_alike_and_learn(name, result):
+    found, expected = result(name, 0), reference_of(LOSSY_CASES[name])
     assert found.losses[0] == pytest.approx(expected.losses[0], rel=EXACT)
     assert found.losses[1:] != pytest.approx(expected.losses[1:], rel=EXACT)
     # Of what the loss falls in as many steps, at least two thirds.
@@ -162,16 +162,16 @@ def test_plans_with_compressed_gradients_begin_alike_and_learn(name, parity_fold
 
 
 @pytest.mark.parametrize("name", EXACT_CASES)
-def test_ranks_count_right_predictions_as_one_process(name, parity_folder):
+def test_ranks_count_right_predictions_as_one_process(name, result):
     case = EXACT_CASES[name]
-    found = result_of(parity_folder, name, 0)
+    found = result(name, 0)
     assert found.first_accuracies == pytest.approx(accuracy_ratios(case.problem, case.initial), abs=1e-6)
     assert found.last_accuracies == pytest.approx(accuracy_ratios(case.problem, found.trained), abs=1e-6)
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.num_ranks > 1])
-def test_ranks_agree_to_the_last_bit(name, parity_folder):
-    results = [result_of(parity_folder, name, rank) for rank in range(CASES[name].num_ranks)]
+def test_ranks_agree_to_the_last_bit(name, result):
+    results = [result(name, rank) for rank in range(CASES[name].num_ranks)]
     for other in results[1:]:
         assert other.losses == results[0].losses
         assert other.last_accuracies == results[0].last_accuracies
@@ -179,9 +179,9 @@ def test_ranks_agree_to_the_last_bit(name, parity_folder):
         assert torch.equal(flat(other.trained), flat(results[0].trained))
 
 
-def test_a_hierarchical_exchange_trains_to_the_same_bits_again(parity_folder):
+def test_a_hierarchical_exchange_trains_to_the_same_bits_again(result):
     name = "2 hosts of 2 ranks, hierarchical, overlapped"
-    first, again = (result_of(parity_folder, each, 0) for each in (name, f"{name}, again"))
+    first, again = (result(each, 0) for each in (name, f"{name}, again"))
     assert first.losses == again.losses
     assert torch.equal(flat(first.trained), flat(again.trained))
 
