@@ -174,8 +174,9 @@ def test_every_rank_that_holds_something_else_than_counted_is_named(all_ranks):
 
 def test_shapes_that_do_not_fit_are_told_with_the_task(all_ranks):
     rank = all_ranks["halo"][0]
-    fewer = replace(rank.work, rows_from=(0, rank.work.rows_from[1] - 1))
-    (sentence,) = replace(rank, work=fewer).rehearsed(from_graph=False).findings
+    (work,) = rank.works
+    fewer = replace(work, rows_from=(0, work.rows_from[1] - 1))
+    (sentence,) = replace(rank, works=(fewer,)).rehearsed(from_graph=False).findings
     assert sentence.startswith("layer0.attention of step 1: ")
     assert "must have the shape" in sentence
 
