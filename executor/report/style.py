@@ -38,7 +38,7 @@ KIND_COLOURS: dict[TaskKind, str] = {
     TaskKind.LOW_RANK_ORTHOGONALISE: "#744210",
     TaskKind.LOW_RANK_RESTORE: "#f6e05e",
     TaskKind.COPY_TO_HOST: "#4a5568",
-    TaskKind.COPY_FROM_HOST: "#cbd5e0",
+    TaskKind.COPY_FROM_HOST: "#718096",
     TaskKind.HOST_OPTIMIZER: "#2d3748",
     TaskKind.ALL_TO_ALL: "#6b46c1",
     TaskKind.ALL_GATHER: "#b794f4",

@@ -15,7 +15,7 @@ from executor import operations
 from executor.attention.graph import EdgeGraph
 from executor.compat import making_sparse_csr
 from executor.operations import DROPOUT, Operation, SparseFeatures
-from simulator.specs.program import ATTENTION_PASSES, BATCH_KINDS, SHAPE_FIELDS, UPDATES, TaskKind
+from simulator.specs.program import ATTENTION_PASSES, BATCH_KINDS, HOST_COPIES, SHAPE_FIELDS, UPDATES, TaskKind
 
 PIECES = (operations.QUERY, operations.KEY_VALUE, operations.PRODUCT)  # of the operations of their kinds
 ALL_OPERATIONS = [
@@ -263,8 +263,9 @@ def test_the_shape_of_a_task_counts_what_its_kind_says(operation):
 
 
 def test_every_compute_task_of_the_model_has_one_operation():
-    # Packing, padding, merging and passes of attention belong to the exchanges; batches, clipping, the update and what
-    # compresses gradients to the trainer.
-    elsewhere = {TaskKind.HALO_PACK, TaskKind.PAD_ROWS, TaskKind.MERGE} | ATTENTION_PASSES | UPDATES | BATCH_KINDS
+    # Packing, padding, merging and passes of attention belong to the exchanges; batches, clipping, the update, what
+    # compresses gradients and copies to the host and back to the trainer.
+    of_exchanges = {TaskKind.HALO_PACK, TaskKind.PAD_ROWS, TaskKind.MERGE} | ATTENTION_PASSES
+    elsewhere = of_exchanges | UPDATES | BATCH_KINDS | HOST_COPIES
     expected = {kind for kind in TaskKind if not kind.is_collective} - elsewhere
     assert sorted(operation.kind for operation in ALL_OPERATIONS) == sorted(expected)
