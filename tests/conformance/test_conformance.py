@@ -22,8 +22,8 @@ def _ranks(name: str) -> int:
     return rows * case.tensor_parallel_degree * case.pipeline_parallel_degree
 
 
-# Three and four processes share two cores for minutes: `make slow` runs them. Whenever anything is tested their programs
-# are held against the executor's calls in test_rehearsal.py, and their numbers against one process in test_parity.py.
+# Three and four processes share two cores for minutes: `make slow` runs them. In every test their programs are held
+# against the executor's calls in test_rehearsal.py, and their numbers against one process in test_parity.py.
 NAMES = [pytest.param(name, marks=[pytest.mark.slow] if _ranks(name) > 2 else []) for name in CASES]
 
 
