@@ -158,7 +158,10 @@ def joined_mesh(
             )
             return
         with _process_groups(backend or kind.backend, store, rank, num_ranks) as world:
-            mesh = init_device_mesh(device.type, shape.sizes, mesh_dim_names=AXES)
+            # An axis of one rank would have a group for each rank of the mesh, made one after another.
+            axes = [axis for axis in AXES if shape.size((axis,)) > 1]
+            sizes = tuple(shape.size((axis,)) for axis in axes)
+            mesh, at = init_device_mesh(device.type, sizes, mesh_dim_names=tuple(axes)), shape.coordinates(rank)
             shares_model = shape.tp * shape.pp > 1
             row_mesh = _row_mesh(mesh, shape) if shares_model or shards_parameters else None
             gradient_group = world if not shares_model else None if row_mesh is None else row_mesh.get_group()
@@ -170,21 +173,21 @@ def joined_mesh(
             place = Place(
                 rank=rank,
                 num_ranks=num_ranks,
-                replica=mesh.get_local_rank("dp"),
-                graph_rank=mesh.get_local_rank("gp"),
+                replica=at.dp,
+                graph_rank=at.gp,
                 graph_group=_graph_group(mesh, shape, rank),
                 world=world,
                 device=device,
                 cores=cores,
                 host_group=host_group,
                 part_group=part_group,
-                tensor_rank=mesh.get_local_rank("tp"),
+                tensor_rank=at.tp,
                 tensor_group=mesh.get_group("tp") if shape.tp > 1 else None,
                 row_rank=shape.place_in(ROW_AXES, rank),
                 gradient_group=gradient_group,
                 tensor_mesh=mesh["tp"] if shape.tp > 1 else None,
                 row_mesh=row_mesh,
-                pipeline_rank=mesh.get_local_rank("pp"),
+                pipeline_rank=at.pp,
                 pipeline_group=pipeline_group,
                 channels=channels,
                 model_group=model_group,

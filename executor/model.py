@@ -45,7 +45,7 @@ class ForwardSettings:
         exchange, recompute: of each layer.
         overlaps, payload: how rows travel, as in the plan.
         wire: number format of what travels; None for that of the data.
-        dropout_word: int32 [] on the device, `keyed.key_word` of seed and step; None turns dropout off.
+        dropout_word: int32 [] on the device, `keyed.key_number` of seed and step; None turns dropout off.
         weights: used instead of the model's parameters, by name; None for the parameters.
         compiled: the dense parts of a layer, compiled; None runs them task by task, as a recorder that is on does too.
         tensor_group: ranks that hold the same rows, each with the weights of its own heads and columns; None for one

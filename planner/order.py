@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from planner.metis import metis_parts
 from simulator.errors import SpecError
+from simulator.exchanges import rank_columns
 from simulator.readers.graphs import Graph, undirected_adjacency
 from simulator.readers.locality import Locality, beyond_cache_ratio, first_read_ratio, locality
 from simulator.readers.orders import load_order, order_sha256, read_order
@@ -151,7 +152,7 @@ def beyond_cache_ratio_of_plan(
 def _gathers_of(graph: Graph, plan: Plan, model: ModelSpec, device: DeviceSpec, folder: Path) -> _Gathers:
     """Return what the ranks of a plan, whose partition lies in `folder`, read in attention."""
     part_N = read_partition(plan.partition, folder=folder, num_nodes=graph.num_nodes)
-    row_bytes = 2 * model.width * plan.precision.num_bytes
+    row_bytes = 2 * rank_columns(plan, model) * plan.precision.num_bytes
     return _Gathers(
         graph=graph if plan.is_full_graph else _inside_parts(graph, part_N),
         part_N=part_N,

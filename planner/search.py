@@ -112,12 +112,13 @@ def find_plan(
         part_N = read_partition(spec_of_cut, folder=folder, num_nodes=graph.num_nodes)
         return part_shares(graph, part_N, part_ranks)
 
-    cache_ratios: dict[tuple[int, bool, Dtype, OrderSpec], float] = {}
+    cache_ratios: dict[tuple[int, bool, Dtype, int, OrderSpec], float] = {}
 
     def with_cache_ratio(plan: Plan) -> Plan:
         if cluster.device.cache_bytes == 0 or plan.sampled is not None:
             return plan  # nobody knows
-        key = (plan.partition.num_parts, plan.is_full_graph, plan.precision, plan.order)
+        parts, heads_on = plan.partition.num_parts, plan.tensor_parallel_degree
+        key = (parts, plan.is_full_graph, plan.precision, heads_on, plan.order)
         if key not in cache_ratios:
             cache_ratios[key] = beyond_cache_ratio_of_plan(graph, plan, model, cluster.device, folder=folder)
         return replace(plan, beyond_cache_ratio=cache_ratios[key])
@@ -126,8 +127,13 @@ def find_plan(
     stages: dict[tuple[object, ...], tuple[int, ...]] = {}
 
     def balance(plan: Plan, num_stages: int) -> tuple[int, ...]:
-        # What of a plan decides the cost of a layer against that of others, in one cut of the graph.
-        key = (num_stages, plan.partition.num_parts, plan.parts_per_batch, plan.recompute, plan.precision, plan.sampled)
+        # What does not change what a layer costs against others, of plans with one cut: how gradients are reduced.
+        key = (
+            (num_stages, plan.partition.num_parts, plan.parts_per_batch, plan.between_edges, plan.sampled),
+            (plan.data_parallel_degree, plan.graph_parallel_degree, plan.tensor_parallel_degree),
+            (plan.exchange, plan.exchange_payload, plan.exchange_precision, plan.overlap_exchange),
+            (plan.recompute, plan.precision),
+        )
         if key not in stages:
             stages[key] = stages_by_cost(costs, plan, spec, model, num_stages)
         return stages[key]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from simulator.collectives import CollectiveCosts
-from simulator.costs import ComputeCosts
+from simulator.costs import ComputeCosts, phase_of_samples
 from simulator.errors import CalibrationError
 from simulator.specs.calibration import Calibration, CollectiveSample, ComputeSample
 from simulator.specs.cluster import ClusterSpec, DeviceKind
@@ -87,8 +87,7 @@ def _recalibrated_computes(
         busy = min(run.trace.num_ranks, cluster.devices_per_host) if is_shared else 1
         for span in run.trace.spans:
             if not span.kind.is_collective and span.busy_seconds > _SHORTEST_SECONDS:
-                phase: Phase = Phase.FORWARD if span.phase is Phase.RECOMPUTE else span.phase
-                key = (span.kind, phase, span.dtype, busy)
+                key = (span.kind, phase_of_samples(span.kind, span.phase), span.dtype, busy)
                 point = (span.shape, span.beyond_cache_ratio)
                 spans[key][point].append(span)
                 names[key, point] = run.name

@@ -16,7 +16,7 @@ import numpy as np
 
 from simulator.curves import Curves, full_bytes, interpolate, spread_at, wire_ratio
 from simulator.group_shape import GroupShape
-from simulator.nccl_price import SPREAD_PER_DOUBLING, published_price
+from simulator.nccl_price import SPREAD_PER_DOUBLING, Price, published_price
 from simulator.nominal import FULL_REACH, NominalFabric, Reach, reach
 from simulator.specs.calibration import Calibration, CollectiveSample
 from simulator.specs.cluster import DeviceKind
@@ -58,10 +58,11 @@ class CollectiveTimes:
     def __init__(self, nominal: NominalFabric, calibration: Calibration | None) -> None:
         self._nominal, self._cluster = nominal, nominal.cluster
         self.curves = Curves(calibration, self._cluster)
-        self._has_nccl = self._cluster.device.kind is DeviceKind.CUDA
+        self.has_nccl = self._cluster.device.kind is DeviceKind.CUDA
         samples = calibration.collectives if calibration else ()
         self._host_seconds = float(np.median([sample.host_seconds for sample in samples])) if samples else 0.0
         self.estimate = lru_cache(maxsize=65536)(self._estimate)
+        self.message = lru_cache(maxsize=4096)(self._message)
 
     def _estimate(self, kind: TaskKind, shape: GroupShape, given_bytes: float, left: Reach = FULL_REACH) -> Estimate:
         """Return what a collective takes: measured if it was, else by what was measured of others.
@@ -70,7 +71,7 @@ class CollectiveTimes:
             given_bytes: that each rank gives; of an all-to-all those of the busiest rank.
             left: of the nominal rates of links and cards.
         """
-        if self._has_nccl:
+        if self.has_nccl:
             return self._nccl_estimate(kind, shape, given_bytes, left)
         if exact := self.curves.exact(kind, shape):
             return self._slowed(_on_curve(exact, given_bytes), kind, (shape.num_ranks, shape.num_hosts), left)
@@ -87,19 +88,28 @@ class CollectiveTimes:
             extrapolated=(*inside.extrapolated, *missing) if inside.log_spread else (),
         )
 
+    def _message(self, shape: GroupShape, num_bytes: float, left: Reach = FULL_REACH) -> Estimate:
+        """Return what a send and its receive take by the constants of NCCL; no microbenchmark measures them."""
+        price = published_price(Operation.SEND_RECEIVE, shape, num_bytes, self._cluster, reach=left)
+        return self._published(price)
+
+    def _published(self, price: Price) -> Estimate:
+        return Estimate(
+            host_seconds=self._host_seconds,
+            latency_seconds=price.latency_seconds,
+            moving_seconds=price.seconds - price.latency_seconds,
+            log_spread=price.log_spread,
+            extrapolated=price.extrapolated,
+        )
+
     def _nccl_estimate(self, kind: TaskKind, shape: GroupShape, given_bytes: float, left: Reach) -> Estimate:
         """Return what the constants say, in the ratio to a curve of this or a like shape where one was measured."""
         operation, size = Operation(kind.value), full_bytes(kind, shape.num_ranks, given_bytes)
         if (found := self.curves.nearest(kind, shape)) is None:
             # What of an all-to-all crosses hosts, its sizes tell (`collectives.py`).
             has_cards = operation is not Operation.ALL_TO_ALL
-            price = published_price(operation, shape, size, self._cluster, has_cards=has_cards, reach=left)
-            return Estimate(
-                host_seconds=self._host_seconds,
-                latency_seconds=price.latency_seconds,
-                moving_seconds=price.seconds - price.latency_seconds,
-                log_spread=price.log_spread,
-                extrapolated=price.extrapolated,
+            return self._published(
+                published_price(operation, shape, size, self._cluster, has_cards=has_cards, reach=left)
             )
         curve, like = found
         at = _on_curve(curve, size / full_bytes(kind, like.num_ranks, 1.0))

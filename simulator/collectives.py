@@ -7,6 +7,7 @@ at once.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -18,11 +19,10 @@ from simulator.fabric import Traffic, fabric_of
 from simulator.group_flows import GroupFlows
 from simulator.group_shape import GroupShape
 from simulator.meetings import find_meetings
-from simulator.nccl_price import pairwise_card_ratio, published_price
+from simulator.nccl_price import pairwise_card_ratio
 from simulator.nominal import NominalFabric, reach
 from simulator.specs.calibration import Calibration
-from simulator.specs.cluster import ClusterSpec, DeviceKind
-from simulator.specs.communication import Operation
+from simulator.specs.cluster import ClusterSpec
 from simulator.specs.cost import CollectiveCost, Flow, Port
 from simulator.specs.program import MESSAGES, Program, Task, TaskKind
 
@@ -45,6 +45,7 @@ class CollectiveCosts:
         self._nominal = NominalFabric(cluster)
         self._times = CollectiveTimes(self._nominal, calibration)
         self._price = lru_cache(maxsize=64)(self._priced)  # layers have equal ones
+        self._message = lru_cache(maxsize=4096)(self._priced_message)  # as have micro-batches
 
     def price(self, tasks: tuple[Task, ...]) -> CollectiveCost:
         """Return what a collective costs once all have arrived.
@@ -81,40 +82,42 @@ class CollectiveCosts:
 
     def message(self, num_bytes: int, *, source: int, target: int) -> CollectiveCost:
         """Return what a send and its receive cost once both have been called."""
+        return self._message(num_bytes, source, target)
+
+    def _priced_message(self, num_bytes: int, source: int, target: int) -> CollectiveCost:
         group = (source, target)
         shape = self._nominal.shape(group)
         traffic = Traffic(group=group, pair_bytes=np.array([[0.0, num_bytes], [0.0, 0.0]]))
         flows = GroupFlows(self._fabric, self._nominal.wire_seconds(traffic), traffic, spans_hosts=shape.spans_hosts)
         link = self._cluster.host_link if shape.spans_hosts else self._cluster.device_link
-        latency, moving, extrapolated = link.latency_seconds, flows.actual.longest, tuple[str, ...]()
-        if self._cluster.device.kind is DeviceKind.CUDA:
-            left, size = reach(flows.nominal, flows.actual), float(num_bytes)
-            price = published_price(Operation.SEND_RECEIVE, shape, size, self._nominal.cluster, reach=left)
-            latency, extrapolated = price.latency_seconds, price.extrapolated
-            moving = max(flows.actual.of_cards, price.seconds - latency)
-        found = Estimate(host_seconds=0.0, latency_seconds=latency, moving_seconds=moving, log_spread=0.0)
+        found = Estimate(
+            host_seconds=0.0,
+            latency_seconds=link.latency_seconds,
+            moving_seconds=flows.actual.longest,
+            log_spread=0.0,
+        )
+        if self._times.has_nccl:
+            found = self._times.message(shape, float(num_bytes), reach(flows.nominal, flows.actual))
+            found = replace(found, moving_seconds=max(flows.actual.of_cards, found.moving_seconds))
         return CollectiveCost(
-            host_seconds=0.0, latency_seconds=latency, flows=_lasting(flows, found, shape), extrapolated=extrapolated
+            host_seconds=found.host_seconds,
+            latency_seconds=found.latency_seconds,
+            flows=_lasting(flows, found, shape),
+            extrapolated=found.extrapolated,
         )
 
     def log_spread(self, task: Task) -> float:
         """Return the half-width of the cost's deciles, as a logarithm; 0 where links are taken at their word."""
-        if len(task.group) == 1 or task.kind in MESSAGES:
+        if len(task.group) == 1:
             return 0.0
+        if task.kind in MESSAGES:
+            shape = self._nominal.shape(task.group)
+            return self._times.message(shape, float(task.num_bytes)).log_spread if self._times.has_nccl else 0.0
         return self._times.estimate(task.kind, self._nominal.shape(task.group), float(task.num_bytes)).log_spread
 
     def extrapolated(self, tasks: tuple[Task, ...]) -> tuple[str, ...]:
         """Return what of a collective's price lies beyond measurements."""
-        kind, group = tasks[0].kind, tasks[0].group
-        if len(group) == 1:
-            return ()
-        if kind in MESSAGES:
-            return self.message(tasks[0].num_bytes, source=group[0], target=group[1]).extrapolated
-        if kind is TaskKind.ALL_TO_ALL:
-            given_bytes = _busiest_bytes(tuple(task.shape for task in tasks))
-        else:
-            given_bytes = float(max(task.num_bytes for task in tasks))
-        return self._times.estimate(kind, self._nominal.shape(group), given_bytes).extrapolated
+        return self.price(tasks).extrapolated
 
     def curve(self, kind: TaskKind, num_ranks: int) -> Curve:
         """Return samples of one host by bytes, of so many ranks or of the nearest number; empty without any."""

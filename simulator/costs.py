@@ -120,6 +120,16 @@ class _Law:
     traced_log_ratios: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))  # traced over the law's cost
 
 
+def phase_of_samples(kind: TaskKind, phase: Phase) -> Phase:
+    """Return the phase whose samples price a task: copies take the same whenever they are made.
+
+    A layer computed again costs what it cost forward.
+    """
+    if kind is TaskKind.SHARD_COPY:
+        return Phase.UPDATE
+    return Phase.FORWARD if phase is Phase.RECOMPUTE or kind in HOST_COPIES else phase
+
+
 class ComputeCosts:
     """Prices compute tasks from a calibration.
 
@@ -158,9 +168,7 @@ class ComputeCosts:
         return self._price(task)[1]
 
     def _price(self, task: Task) -> tuple[TaskCost, float]:
-        # A layer computed again costs what it cost forward, and a copy the same whenever it is made.
-        is_as_forward = task.phase is Phase.RECOMPUTE or task.kind in HOST_COPIES
-        phase = Phase.FORWARD if is_as_forward else task.phase
+        phase = phase_of_samples(task.kind, task.phase)
         key = (task.kind, phase, task.dtype)
         point = _point(task)
         if (key, point) not in self._priced:

@@ -261,7 +261,7 @@ class AttentionLowering:
         remote, width = work.num_remote_rows(self.exchange), model.width
         start = [
             replace(operation, is_in_flight=_is_collective(operation))
-            for operation in self._messages(own_rows=0, overlaps=True, in_place=not sends_rows)
+            for operation in self._messages(own_rows=0, in_place=not sends_rows)
         ]
         key_value = same(f"{layer}.key_value", TaskKind.PROJECTION, (work.num_rows, width, 2 * self.columns))
         start = [*start, key_value] if sends_rows else [key_value, *start]
@@ -289,7 +289,7 @@ class AttentionLowering:
         """Return what runs backward, in this order."""
         work, width, columns, layer = self.work, self.model.width, self.columns, self.layer
         is_halo, remote = self.exchange in HALO_EXCHANGES, work.num_remote_rows(self.exchange)
-        sent = list(self._messages(own_rows=0, overlaps=True, adds_own=sends_rows or is_halo))
+        sent = list(self._messages(own_rows=0, adds_own=sends_rows or is_halo))
         exchanges = [replace(each, backward_is_in_flight=True) for each in sent if _is_collective(each)]
         taken = [each for each in reversed(sent) if not _is_collective(each)]
         taken[0] = replace(taken[0], backward_joins=True)
@@ -314,9 +314,7 @@ class AttentionLowering:
         ]
         return [replace(operation, kind=None, shape=()) for operation in operations]
 
-    def _messages(
-        self, *, own_rows: int, overlaps: bool = False, adds_own: bool = False, in_place: bool = False
-    ) -> Iterator[Operation]:
+    def _messages(self, *, own_rows: int, adds_own: bool = False, in_place: bool = False) -> Iterator[Operation]:
         """Yield packing and sending of each message, and between them the change of number format.
 
         Args:

@@ -144,14 +144,13 @@ def _rank_memory(
         return resident + _ends_bytes(plan, graph, model, works[micro_batch], stage)
 
     activations = most_kept(rank_actions(plan, plan.pipeline_rank(rank)), kept_bytes_of)
-    messages = _stage_message_bytes(plan, model, works, stages)
-    messages += max(_message_bytes(plan, model, work, plan.exchange[layer]) for work in works for layer in own_layers)
-    workspace = 0
+    exchanged = max(_message_bytes(plan, model, work, plan.exchange[layer]) for work in works for layer in own_layers)
+    messages, workspace = _stage_message_bytes(plan, model, works, stages) + exchanged, 0
     for stage, (number, of_work) in itertools.product(stages, enumerate(by_work)):
         # A pass runs backward beside what the others keep; its head is done when its layers begin.
         layers = [of_work[layer] for layer in plan.layers_of_stage(stage)]
         most = max(layers[-1].away, _backward_peak(layers) - kept_bytes_of(stage, number))
-        workspace = max(workspace, most - messages)
+        workspace = max(workspace, most - exchanged)  # messages of exchanges are part of the most
     exchange = Exchange.HALO if plan.num_row_ranks > 1 else Exchange.NONE
     # An evaluation of the whole graph overlaps nothing.
     alone = replace(plan, overlap_exchange=False)

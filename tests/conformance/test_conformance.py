@@ -16,18 +16,7 @@ from tests.made import equal_parts, graph_of
 pytestmark = [pytest.mark.dist, pytest.mark.alone]
 
 
-def _ranks(name: str) -> int:
-    case = CASES[name]
-    rows = case.data_parallel_degree * case.graph_parallel_degree
-    return rows * case.tensor_parallel_degree * case.pipeline_parallel_degree
-
-
-# Three and four processes share two cores for minutes: `make slow` runs them. In every test their programs are held
-# against the executor's calls in test_rehearsal.py, and their numbers against one process in test_parity.py.
-NAMES = [pytest.param(name, marks=[pytest.mark.slow] if _ranks(name) > 2 else []) for name in CASES]
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_conformance_of_program_and_execution(observed, name):
     prepared, steps = observed[name]
     for rank, (tasks, step) in enumerate(zip(lowered_as_seen(prepared, steps), steps, strict=True)):
@@ -70,7 +59,7 @@ def alone(step: ObservedStep, task: ObservedTask) -> ObservedStep:
 
 @pytest.mark.parametrize("change", [1, -1])
 # A rank without a batch has no edges, and one edge more could be any tensor of one element.
-@pytest.mark.parametrize("name", [each for each in NAMES if each.values != ("clusters on two, one without a batch",)])
+@pytest.mark.parametrize("name", [name for name in CASES if name != "clusters on two, one without a batch"])
 def test_conformance_check_sees_every_count_of_every_task(observed, name, change):
     prepared, steps = observed[name]
     unnoticed = []
